@@ -1,0 +1,231 @@
+"""Messages between our processes as plain data, before they meet protobuf (`pdserve.rpc.convert`).
+
+Names follow protocol.md §4. R is the router, P a prefill worker, D a decode worker. Durations are
+remaining seconds, never wall time. Every P-D message travels in an `Envelope`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdserve.types import FinishReason, HandoverMode, Key, Ledger, PageName, PeerRef, SamplingParams, Usage
+
+
+class Refusal(StrEnum):
+    """Why a worker does not take a request. Nothing was started."""
+
+    FULL = "full"
+    DRAINING = "draining"
+    INCOMPATIBLE = "incompatible"
+    STALE_INCARNATION = "stale_incarnation"
+    BAD_TICKET = "bad_ticket"
+    NEVER_FITS = "never_fits"
+    OUTDATED_KEY = "outdated_key"
+
+
+class Outcome(StrEnum):
+    """Answers to Cancel and Abort (protocol.md §4)."""
+
+    NEVER_STARTED = "never_started"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    COMPLETE = "complete"
+    SUPERSEDED = "superseded"
+    EXPIRED = "expired"
+    SOURCE_CORRUPT = "source_corrupt"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """R → D: take this request. `token_ids` are the prompt followed by `num_forced` tokens already delivered.
+
+    prefill is None exactly in local mode. ticket: see kvtransfer.ticket. salt: tenant's prefix-cache salt.
+    """
+
+    key: Key
+    receiver_incarnation: int
+    ticket: bytes
+    token_ids: tuple[int, ...]
+    num_forced: int
+    sampling: SamplingParams
+    tenant: str
+    mode: HandoverMode
+    prefill: PeerRef | None
+    deadline_s: float
+    priority: int = 0
+    use_prefix_cache: bool = True
+    trace_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """D → R: pages are held. mode may differ from what was asked: D chose to prefill locally."""
+
+    key: Key
+    mode: HandoverMode
+    hit_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """D or P → R: not taken, nothing started."""
+
+    key: Key
+    reason: Refusal
+    detail: str = ""
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """D → R: one token. index counts completion tokens from 0, forced ones included."""
+
+    key: Key
+    index: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """D → R: the one terminal status. Exactly one of finish and error_label is set.
+
+    retryable: R may mint a new epoch (nothing wrong with the request itself).
+    """
+
+    key: Key
+    finish: FinishReason | None
+    error_label: str = ""
+    error_message: str = ""
+    retryable: bool = False
+    usage: Usage = Usage()
+    ledger: Ledger = Ledger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRequest:
+    """R → P: compute this prompt and hand it to `decode`. Sent at the same time as Reserve."""
+
+    key: Key
+    receiver_incarnation: int
+    ticket: bytes
+    token_ids: tuple[int, ...]
+    num_forced: int
+    sampling: SamplingParams
+    tenant: str
+    decode: PeerRef
+    deadline_s: float
+    priority: int = 0
+    use_prefix_cache: bool = True
+    trace_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefilled:
+    """P → R: the end of P's part. outcome COMPLETE means D committed; others say why not."""
+
+    key: Key
+    outcome: Outcome
+    detail: str = ""
+    ledger: Ledger = Ledger()
+
+
+# ---- P ↔ D, over TransferService.Exchange ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """D → P: the page indices D lacks and how many P may announce in all (absolute, monotone).
+
+    digest_salt is not needed: digests are independent of where a page lies. `ticket` repeats R's ticket.
+    """
+
+    key: Key
+    want: tuple[int, ...]
+    credit: int
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announce:
+    """P → D: page `index` of the prompt is sealed under `page`, with its content key and byte digest."""
+
+    key: Key
+    index: int
+    page: PageName
+    valid_rows: int
+    content_key: bytes
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ack:
+    """D → P: page verified."""
+
+    key: Key
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nack:
+    """D → P: bytes do not match the digest although the generation did not change."""
+
+    key: Key
+    index: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """P → D: first token and sampler state, with a digest over all digests announced in this epoch.
+
+    token_id has completion index `index` (= num_forced). next_counter: the sampler's next counter value.
+    finish: set if the request ended with this token.
+    """
+
+    key: Key
+    index: int
+    token_id: int
+    next_counter: int
+    finish: FinishReason | None
+    num_announced: int
+    digest_of_digests: bytes
+    ledger: Ledger = Ledger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """D → P: everything is verified and held; D owns the request."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renew:
+    """P ↔ D: these keys are alive here. Answered with the subset known there (`answer` True)."""
+
+    keys: tuple[Key, ...]
+    answer: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """P ↔ D: this transfer ends here. A transfer abort never ends the request by itself."""
+
+    key: Key
+    outcome: Outcome
+    detail: str = ""
+
+
+TransferMessage = Grant | Announce | Ack | Nack | Finish | Commit | Renew | Abort
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """One P-D message with the sender's and receiver's identity. A wrong receiver incarnation is refused."""
+
+    sender: str
+    sender_incarnation: int
+    receiver_incarnation: int
+    message: TransferMessage

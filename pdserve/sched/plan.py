@@ -1,0 +1,165 @@
+"""What the step scheduler decides and what comes back, as data. A leaf of `sched`; no behaviour.
+
+The scheduler makes a `StepPlan`, the engine's runner carries it out and answers with a `StepResult`,
+and the scheduler turns that into `SeqEvent`s for the role (prefill or decode) that submitted the sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdserve.types import FinishReason, SamplingParams
+
+
+class SeqKind(StrEnum):
+    """How far this worker takes a sequence."""
+
+    PREFILL_ONLY = "prefill_only"
+    """Compute all tokens, sample one, end there (a prefill worker's share)."""
+    FULL = "full"
+    """Compute what is not computed yet, then decode until a stop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeqSpec:
+    """A sequence as it is submitted.
+
+    token_ids: prompt, then tokens already generated (`num_generated` of them; forced or handed over).
+    num_prompt: prompt length; token_ids[num_prompt:] are generated tokens with completion index 0, 1, ….
+    num_computed: rows of KV already in `pages` (0 ≤ num_computed ≤ len(token_ids) - 1).
+    pages: block table so far, held under Holder(request, seq_id) by whoever submits; may be longer than
+    needed (growth reserve). num_shared: leading pages that are sealed and shared (never written).
+    content_keys: one per full page of token_ids, for the prefix cache; empty means: do not publish.
+    arrival: order of admission; age for preemption (oldest never is preempted).
+    """
+
+    seq_id: str
+    kind: SeqKind
+    token_ids: tuple[int, ...]
+    num_prompt: int
+    sampling: SamplingParams
+    arrival: float
+    num_computed: int = 0
+    pages: tuple[int, ...] = ()
+    num_shared: int = 0
+    use_prefix_cache: bool = True
+    cache_salt: bytes = b""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeqStep:
+    """One sequence's share of a step: rows [start, start + len(token_ids)) of its KV are computed.
+
+    pages: block table covering at least start + len(token_ids) rows. sample: whether a token is sampled
+    after the last row; its counter is `sample_counter` (the completion index of that token).
+    """
+
+    seq_id: str
+    token_ids: tuple[int, ...]
+    start: int
+    pages: tuple[int, ...]
+    sample: bool
+    sample_counter: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step. First `zero_pages` are zeroed, then `copies` (source, target) are done, then rows computed.
+
+    Prefill chunks come after decode rows. num_tokens is the number of rows in all.
+    """
+
+    step_id: int
+    seqs: tuple[SeqStep, ...]
+    zero_pages: tuple[int, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.seqs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What the runner made of a plan. tokens: sampled token by seq_id. failed: seq_id → message, for
+    sequences whose own share went wrong; the others are good. elapsed_s: compute time."""
+
+    step_id: int
+    tokens: dict[str, int]
+    elapsed_s: float = 0.0
+    failed: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageReady:
+    """Page `index` of the sequence is full and sealed as `page`; or it is the tail with valid_rows rows
+    (only for PREFILL_ONLY, after its last row). Sent in order of index; also for cache hits at admission."""
+
+    seq_id: str
+    index: int
+    page: int
+    valid_rows: int
+    cached: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The sequence was scheduled for the first time (or again after a preemption); hit_tokens came from cache."""
+
+    seq_id: str
+    hit_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSampled:
+    """Completion token `index` of the sequence."""
+
+    seq_id: str
+    index: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptDone:
+    """All submitted tokens are computed; comes right before the first TokenSampled after a (re)start."""
+
+    seq_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preempted:
+    """The sequence lost its pages to an older one and waits; it will go on token-exactly."""
+
+    seq_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeqFinished:
+    """The sequence ended by itself. Its pages are still held under its request holder. reason is None
+    for PREFILL_ONLY sequences whose first token does not end the request."""
+
+    seq_id: str
+    reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeqFailed:
+    """The sequence's own computation went wrong; others are not touched. Pages are still held."""
+
+    seq_id: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeqStopped:
+    """A cancelled sequence is out of the running step: nothing computes on its pages any more."""
+
+    seq_id: str
+
+
+SeqEvent = (
+    PageReady | Started | TokenSampled | PromptDone | Preempted | SeqFinished | SeqFailed | SeqStopped
+)

@@ -1,0 +1,191 @@
+"""Shared value types of the whole system. A leaf: it imports nothing of ours.
+
+What lives here: names, parameters and records that cross component borders. What does not: messages
+between processes (`pdserve.messages`), errors (`pdserve.errors`), anything with behaviour or I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a worker does. Both roles run the same engine; `aggregated` does prefill and decode itself."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    AGGREGATED = "aggregated"
+
+
+class FinishReason(StrEnum):
+    """Why a request ended without an error."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class HandoverMode(StrEnum):
+    """Who computes the prompt of a request: another worker, or the decode worker itself."""
+
+    DISAGGREGATED = "disaggregated"
+    LOCAL = "local"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Key:
+    """Authority over a request (protocol.md §3): ordered by (term, epoch) within one request id.
+
+    request_id: minted by the router. term: the client's attach count. epoch: the router's try count.
+    """
+
+    request_id: str
+    term: int = 0
+    epoch: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.request_id}/{self.term}.{self.epoch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Validated sampling parameters of one request.
+
+    temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off. seed: 64-bit.
+    max_tokens: completion tokens at most, at least 1. stop_token_ids: besides the model's own end tokens.
+    ignore_eos: the model's end tokens do not stop (benchmarks).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageName:
+    """A page's full name: the pool (64 random bits), the page number and its generation (protocol.md §2)."""
+
+    pool_id: int
+    page: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What a model can take. All counts are tokens; end_token_ids stop a stream."""
+
+    vocab_size: int
+    max_context: int
+    end_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapabilityRecord:
+    """What a worker can exchange with others, published at registration (protocol.md §3).
+
+    layout: fingerprint of the page layout. numerics: how pages are computed (dtype, kernels, threads).
+    model, tokenizer: hex digests. transports: names in order of preference. protocol: (lowest, highest).
+    """
+
+    layout: str
+    numerics: str
+    model: str
+    tokenizer: str
+    dtype: str
+    page_size: int
+    page_bytes: int
+    transports: tuple[str, ...]
+    protocol: tuple[int, int] = (1, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerRef:
+    """How to reach a worker: control is host:port of gRPC; shm a Unix socket path; tcp host:port of the data plane.
+
+    shm and tcp are empty where the worker does not offer that transport.
+    """
+
+    worker_id: str
+    incarnation: int
+    control: str
+    host_id: str = ""
+    shm: str = ""
+    tcp: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """A worker's state as its heartbeat tells it. Pages by state; tokens outstanding; sequences."""
+
+    num_pages: int = 0
+    free_pages: int = 0
+    evictable_pages: int = 0
+    reserved_pages: int = 0
+    filling_pages: int = 0
+    sealed_pages: int = 0
+    retiring_pages: int = 0
+    quarantined_pages: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    draining: bool = False
+    ready: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRecord:
+    """A registered worker: identity, role, address, capabilities and limits."""
+
+    peer: PeerRef
+    role: Role
+    capability: CapabilityRecord
+    limits: ModelLimits
+    model_name: str
+    pool_pages: int
+    page_size: int
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of one request. cached: prompt tokens taken from a prefix cache, wherever it lies."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferStats:
+    """What moved for one request: pages and bytes by wire, the transport's name, and pages already held."""
+
+    path: str = ""
+    pages: int = 0
+    bytes: int = 0
+    hit_pages: int = 0
+    resent_pages: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """What each side did for one request. Times in seconds, on the stamping process's monotonic clock
+    differences only; token counts say who computed the prompt."""
+
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    prefill_computed_tokens: int = 0
+    prefill_cached_tokens: int = 0
+    decode_computed_prompt_tokens: int = 0
+    decode_hit_tokens: int = 0
+    prefill_queue_s: float = 0.0
+    prefill_compute_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_s: float = 0.0
+    num_retractions: int = 0
+    transfer: TransferStats = TransferStats()
