@@ -1,0 +1,82 @@
+"""What one worker process needs to know. It reaches a Ray actor as JSON, never as a pickled object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.config.codec import from_json, to_json
+from pdserve.config.fields import setting
+from pdserve.errors import ConfigError
+from pdserve.types import Role
+
+DTYPES = ("float32", "bfloat16")
+TRANSPORTS = ("shm", "tcp")
+KV_MIXING = ("strict", "relaxed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Configuration of one worker, built by the fleet from the settings of `pdserve up` or `pdserve fleet`."""
+
+    worker_id: str = setting(help="Name of the worker, unique in its fleet.")
+    role: Role = setting(help="What the worker does.")
+    model: str = setting(help="Registered name, Hugging Face directory, or GGUF file.")
+    fleet_secret: str = setting(
+        "", help="Hex of the 32 random bytes all processes of a fleet share.", secret=True
+    )
+    dtype: str = setting("bfloat16", help="Number type of weights, activations and KV pages.", choices=DTYPES)
+    deterministic: bool = setting(False, help="Bit-exact results whatever runs beside a request (slower).")
+    page_size: int = setting(16, help="Tokens in one KV page.", unit="tokens", minimum=1, maximum=1024)
+    kv_memory_bytes: int = setting(
+        2**30, help="Memory of the page pool; num_pages, if set, wins.", unit="bytes", minimum=1
+    )
+    num_pages: int | None = setting(None, help="Pages in the pool.", unit="pages", minimum=1)
+    prefill_chunk_tokens: int = setting(
+        512, help="Prompt tokens computed at once for one request.", unit="tokens", minimum=1
+    )
+    token_budget: int = setting(
+        1024, help="Tokens computed in one step over all requests.", unit="tokens", minimum=1
+    )
+    max_num_seqs: int = setting(64, help="Requests that run at the same time.", unit="requests", minimum=1)
+    local_prefill_threshold: int = setting(
+        0,
+        help="A prompt with fewer uncached tokens than this is prefilled on the decode worker.",
+        unit="tokens",
+        minimum=0,
+    )
+    prefix_caching: bool = setting(True, help="Keep sealed prompt pages for later requests.")
+    transports: tuple[str, ...] = setting(
+        ("shm", "tcp"), help="Ways to move KV pages, most wanted first.", choices=TRANSPORTS
+    )
+    kv_mixing: str = setting(
+        "strict", help="Whether pages computed by other numerics may be used.", choices=KV_MIXING
+    )
+    host: str = setting("127.0.0.1", help="Address all listeners of the worker bind to.")
+    routers: tuple[str, ...] = setting((), help="host:port of each router's internal listener.")
+    run_dir: str = setting("", help="Private directory for Unix sockets; empty: a new temporary one.")
+    threads: int = setting(1, help="Compute threads (OMP_NUM_THREADS).", unit="threads", minimum=1)
+    nice: int = setting(0, help="Added to the process's nice value at start.", minimum=0, maximum=19)
+    lease_s: float = setting(10.0, help="Lease of protocol.md.", unit="seconds", minimum=0.1)
+
+    def __post_init__(self) -> None:
+        if self.token_budget < self.prefill_chunk_tokens:
+            raise ConfigError("token_budget: must be at least prefill_chunk_tokens")
+        if not self.transports:
+            raise ConfigError("transports: name at least one")
+
+    @property
+    def secret_bytes(self) -> bytes:
+        """The fleet secret as bytes. Raises ConfigError if it is not hex."""
+        try:
+            return bytes.fromhex(self.fleet_secret)
+        except ValueError:
+            raise ConfigError("fleet_secret: must be hex digits") from None
+
+    def to_json(self) -> str:
+        """As one JSON object, the fleet secret included: for actor arguments only, never for logs."""
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerConfig:
+        """The inverse of to_json. Raises ConfigError naming the field."""
+        return from_json(cls, text)
