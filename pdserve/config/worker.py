@@ -16,7 +16,7 @@ KV_MIXING = ("strict", "relaxed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """Configuration of one worker, built by the fleet from the settings of `pdserve up` or `pdserve fleet`."""
+    """Configuration of one worker, built by the fleet from the settings of `pdserve up`."""
 
     worker_id: str = setting(help="Name of the worker, unique in its fleet.")
     role: Role = setting(help="What the worker does.")

@@ -1,0 +1,159 @@
+"""Settings of `pdserve up`: one machine's (or one cluster's) workers, their engine, and the front door."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import os
+from dataclasses import dataclass
+
+from pdserve.config.fields import setting
+from pdserve.config.worker import DTYPES, KV_MIXING, TRANSPORTS, WorkerConfig
+from pdserve.errors import ConfigError
+from pdserve.types import Role
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+NODE_HOST = "node"
+"""Stands for the address of the Ray node a worker lands on; the actor fills it in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """What an operator may set. `resolved()` turns every "auto" into a value."""
+
+    model: str = setting(DEFAULT_MODEL, help="Registered name, Hugging Face directory, or GGUF file.")
+    prefill: int | None = setting(
+        None, help="Prefill workers. Auto: 1, or 0 with aggregated workers.", unit="workers", minimum=0
+    )
+    decode: int | None = setting(
+        None, help="Decode workers. Auto: 1, or 0 with aggregated workers.", unit="workers", minimum=0
+    )
+    aggregated: int = setting(
+        0, help="Workers that do both phases themselves (the baseline).", unit="workers", minimum=0
+    )
+    dtype: str = setting("bfloat16", help="Number type of weights, activations and KV pages.", choices=DTYPES)
+    deterministic: bool = setting(
+        False, help="Results do not depend on what runs beside a request, bit for bit (slower)."
+    )
+    page_size: int = setting(16, help="Tokens in one KV page.", unit="tokens", minimum=1, maximum=1024)
+    local_prefill_threshold: int = setting(
+        0,
+        help="A prompt with fewer uncached tokens than this is prefilled on the decode worker; 0: never.",
+        unit="tokens",
+        minimum=0,
+    )
+    transport: str = setting(
+        "shm",
+        help="How KV pages move: shm (falls back to tcp between machines) or tcp.",
+        choices=TRANSPORTS,
+    )
+    kv_memory: int = setting(2**30, help="Memory of each worker's page pool.", unit="bytes", minimum=2**20)
+    prefill_chunk_tokens: int = setting(
+        512, help="Prompt tokens computed at once for one request.", unit="tokens", minimum=1
+    )
+    token_budget: int | None = setting(
+        None,
+        help="Tokens computed in one step over all requests. Auto: twice prefill_chunk_tokens.",
+        unit="tokens",
+        minimum=1,
+    )
+    max_num_seqs: int = setting(
+        64, help="Requests a worker runs at the same time.", unit="requests", minimum=1
+    )
+    prefix_caching: bool = setting(True, help="Keep prompt pages for later requests with the same prefix.")
+    kv_mixing: str = setting(
+        "strict", help="Whether pages computed by other numerics may be used.", choices=KV_MIXING
+    )
+    threads: int | None = setting(
+        None, help="Compute threads of each worker. Auto: the CPUs we may use.", unit="threads", minimum=1
+    )
+    host: str = setting("127.0.0.1", help="Address of the router; others than loopback need insecure.")
+    port: int = setting(50051, help="gRPC port of the router; 0: any free one.", minimum=0, maximum=65535)
+    metrics_port: int = setting(
+        9464, help="Port of the router's Prometheus metrics; 0: any free one.", minimum=0, maximum=65535
+    )
+    insecure: bool = setting(
+        False, help="Allow listeners beyond loopback without TLS. Anyone who reaches them may use them."
+    )
+    ray_address: str = setting("", help="host:port of a Ray cluster to join; empty: start a local one.")
+    routers: tuple[str, ...] = setting(
+        (), help="host:port of routers that run elsewhere; for `pdserve fleet` alone."
+    )
+    lease_s: float = setting(10.0, help="Lease on transfers and reservations.", unit="seconds", minimum=0.1)
+    start_timeout_s: float = setting(
+        300.0, help="How long workers may take until they serve.", unit="seconds", minimum=1
+    )
+    drain_timeout_s: float = setting(
+        30.0, help="How long running requests may take to finish at shutdown.", unit="seconds", minimum=0
+    )
+
+    def resolved(self) -> ServeConfig:
+        """A copy without "auto". Raises ConfigError for settings that do not go together."""
+        share = 0 if self.aggregated else 1
+        config = dataclasses.replace(
+            self,
+            prefill=share if self.prefill is None else self.prefill,
+            decode=share if self.decode is None else self.decode,
+            token_budget=self.token_budget or 2 * self.prefill_chunk_tokens,
+            threads=self.threads or len(os.sched_getaffinity(0)),
+        )
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Raises ConfigError naming the first field that does not go with the others."""
+        if bool(self.prefill) != bool(self.decode):
+            raise ConfigError("prefill: prefill and decode workers need each other; give both or neither")
+        if not (self.prefill or self.aggregated):
+            raise ConfigError("aggregated: no workers at all; give prefill and decode, or aggregated")
+        if not self.insecure and not is_loopback(self.host):
+            raise ConfigError(
+                "host: an address beyond loopback needs TLS, which is not supported yet; "
+                "use 127.0.0.1, or --insecure if everyone who can reach it may use it"
+            )
+
+    def wanted(self) -> dict[Role, int]:
+        """Workers by role, of a resolved configuration."""
+        counts = {
+            Role.PREFILL: self.prefill or 0,
+            Role.DECODE: self.decode or 0,
+            Role.AGGREGATED: self.aggregated,
+        }
+        return {role: count for role, count in counts.items() if count}
+
+    def worker(self, role: Role, *, secret: str, routers: tuple[str, ...], run_dir: str) -> WorkerConfig:
+        """The configuration all workers of a role share; the fleet gives each its own worker_id."""
+        transports = ("shm", "tcp") if self.transport == "shm" else (self.transport,)
+        return WorkerConfig(
+            worker_id=str(role),
+            role=role,
+            model=self.model,
+            fleet_secret=secret,
+            dtype=self.dtype,
+            deterministic=self.deterministic,
+            page_size=self.page_size,
+            kv_memory_bytes=self.kv_memory,
+            prefill_chunk_tokens=self.prefill_chunk_tokens,
+            token_budget=self.token_budget or 2 * self.prefill_chunk_tokens,
+            max_num_seqs=self.max_num_seqs,
+            local_prefill_threshold=self.local_prefill_threshold,
+            prefix_caching=self.prefix_caching,
+            transports=transports,
+            kv_mixing=self.kv_mixing,
+            host=NODE_HOST if self.ray_address and self.insecure else "127.0.0.1",
+            routers=routers,
+            run_dir=run_dir,
+            threads=self.threads or 1,
+            nice=10 if role is Role.PREFILL and not self.ray_address else 0,
+            lease_s=self.lease_s,
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a listener bound to this name is reachable from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
