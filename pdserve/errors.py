@@ -142,5 +142,5 @@ def _tree(root: type[PdserveError]) -> list[type[PdserveError]]:
     return [root, *(cls for child in root.__subclasses__() for cls in _tree(child))]
 
 
-BY_LABEL: dict[str, type[PdserveError]] = {cls.label: cls for cls in reversed(_tree(PdserveError))}
+BY_LABEL: dict[str, type[PdserveError]] = {cls.label: cls for cls in _tree(PdserveError)[1:]}
 """The one table that turns a label back into an error class."""

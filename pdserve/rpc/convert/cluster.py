@@ -1,0 +1,114 @@
+"""Membership: the events of a worker's Join stream, the router's answers, and a worker's own status."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.errors import InvalidRequest
+from pdserve.rpc.convert.records import (
+    load_from_pb,
+    load_to_pb,
+    worker_record_from_pb,
+    worker_record_to_pb,
+)
+from pdserve.rpc.v1 import cluster_pb2 as pb
+from pdserve.types import WorkerLoad, WorkerRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Register:
+    """First message of a Join stream. monotonic_s: the worker's own monotonic clock."""
+
+    record: WorkerRecord
+    monotonic_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """Sent regularly after Register. monotonic_s: the worker's own monotonic clock."""
+
+    load: WorkerLoad
+    monotonic_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """The worker goes on purpose."""
+
+    reason: str = ""
+
+
+JoinEvent = Register | Heartbeat | Leave
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinAnswer:
+    """Answer to Register and heartbeats. problem: why the worker was not accepted."""
+
+    router_id: str
+    accepted: bool
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerState:
+    """What GetWorkerStatus tells. integrity_problem: result of check_integrity(), empty when all is well."""
+
+    record: WorkerRecord
+    load: WorkerLoad
+    integrity_problem: str
+    idle: bool
+
+
+def join_event_to_pb(value: JoinEvent) -> pb.JoinRequest:
+    match value:
+        case Heartbeat():
+            beat = pb.Heartbeat(load=load_to_pb(value.load), monotonic_s=value.monotonic_s)
+            return pb.JoinRequest(heartbeat=beat)
+        case Register():
+            register = pb.Register(record=worker_record_to_pb(value.record), monotonic_s=value.monotonic_s)
+            return pb.JoinRequest(register=register)
+        case Leave():
+            return pb.JoinRequest(leave=pb.Leave(reason=value.reason))
+
+
+def join_event_from_pb(message: pb.JoinRequest) -> JoinEvent:
+    """Raises InvalidRequest."""
+    match message.WhichOneof("event"):
+        case "heartbeat":
+            beat = message.heartbeat
+            return Heartbeat(load=load_from_pb(beat.load), monotonic_s=beat.monotonic_s)
+        case "register":
+            register = message.register
+            return Register(record=worker_record_from_pb(register.record), monotonic_s=register.monotonic_s)
+        case "leave":
+            return Leave(reason=message.leave.reason)
+        case _:
+            raise InvalidRequest.field("event", "is not set")
+
+
+def join_answer_to_pb(value: JoinAnswer) -> pb.JoinResponse:
+    return pb.JoinResponse(router_id=value.router_id, accepted=value.accepted, problem=value.problem)
+
+
+def join_answer_from_pb(message: pb.JoinResponse) -> JoinAnswer:
+    return JoinAnswer(router_id=message.router_id, accepted=message.accepted, problem=message.problem)
+
+
+def worker_state_to_pb(value: WorkerState) -> pb.GetWorkerStatusResponse:
+    return pb.GetWorkerStatusResponse(
+        record=worker_record_to_pb(value.record),
+        load=load_to_pb(value.load),
+        integrity_problem=value.integrity_problem,
+        idle=value.idle,
+    )
+
+
+def worker_state_from_pb(message: pb.GetWorkerStatusResponse) -> WorkerState:
+    """Raises InvalidRequest."""
+    return WorkerState(
+        record=worker_record_from_pb(message.record),
+        load=load_from_pb(message.load),
+        integrity_problem=message.integrity_problem,
+        idle=message.idle,
+    )

@@ -1,0 +1,89 @@
+"""Server interceptor that turns exceptions into statuses: ours with details, others neutral and logged."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pdserve.errors import InternalError, PdserveError
+from pdserve.rpc.status import code_of, trailers_of
+
+log = logging.getLogger(__name__)
+
+Handler = Any  # grpc.RpcMethodHandler; its attributes are not typed
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_WRAPPED = (
+    ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    ("stream_stream", grpc.stream_stream_rpc_method_handler),
+)
+
+
+async def fail(context: Context, error: Exception) -> None:
+    """Ends the call with the status of `error`. Anything not ours is logged and sent as INTERNAL."""
+    if not isinstance(error, PdserveError):
+        log.error("a call failed unexpectedly", exc_info=error)
+        error = InternalError("The server failed on this request; its log has the details.")
+    await context.abort(code_of(error), error.message, trailers_of(error))
+
+
+def _guard(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a method of any of the four kinds, written as a coroutine or as an async generator."""
+    if inspect.isasyncgenfunction(method):
+        return _guard_generator(method)
+    return _guard_coroutine(method)
+
+
+def _guard_coroutine(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def guarded(request: Any, context: Context) -> Any:
+        try:
+            return await method(request, context)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            await fail(context, error)
+
+    return guarded
+
+
+def _guard_generator(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
+        try:
+            async for response in method(request, context):
+                yield response
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            await fail(context, error)
+
+    return guarded
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Every handler's exceptions become statuses here; no handler needs its own translation."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        for name, build in _WRAPPED:
+            method = getattr(handler, name)
+            if method is not None:
+                return build(
+                    _guard(method),
+                    request_deserializer=handler.request_deserializer,
+                    response_serializer=handler.response_serializer,
+                )
+        return handler
