@@ -1,12 +1,54 @@
-# The two commands of the README, and what CI runs. Everything happens inside .venv.
-PYTHON ?= python3
+# The two commands of the README (serve, test) and what CI runs. Everything happens inside .venv.
+PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-full lint proto proto-check bench install clean
+.PHONY: help install serve test test-full lint proto proto-check bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make serve       start everything on this machine: Ray, workers, router (ARGS=... as for pdserve up)"
+	@echo "make test        the test suite, under 15 minutes on two cores (ARGS=... as for pytest)"
+	@echo "make test-full   full matrices, long fuzzing, storms: about 90 minutes"
+	@echo "make lint        ruff, mypy, import contracts, buf"
+	@echo "make proto       regenerate pdserve/rpc/v1 from protos/; proto-check fails on a difference"
+	@echo "make bench       the benchmark table, beside the peers (ARGS=... as for the runner)"
+	@echo "make install     .venv with everything pinned; clean removes it and all caches"
 
 install: $(STAMP)
 
+$(STAMP): pyproject.toml constraints.txt scripts/install.sh
+	@bash scripts/install.sh "$(PYTHON)" "$(STAMP)"
+
+serve: $(STAMP)
+	@exec $(BIN)/pdserve up $(ARGS)
+
+# The smoke set runs once more with the vector units most laptops have; its own closing line comes first.
+test: $(STAMP)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/pytest -q -m "smoke and not full" || [ $$? -eq 5 ]
+	PDSERVE_TEST_REPORT=1 $(BIN)/pytest -m "not full" --durations=15 $(ARGS)
+
+test-full: $(STAMP)
+	PDSERVE_TEST_REPORT=1 $(BIN)/pytest --durations=30 $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint protos
+	$(BIN)/python scripts/gen_config_docs.py --check
+
 proto: $(STAMP)
 	$(BIN)/python scripts/gen_protos.py
+
+proto-check: $(STAMP)
+	$(BIN)/python scripts/gen_protos.py --check
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

