@@ -1,0 +1,80 @@
+"""Which workers may exchange pages, and by what way. Pure, and light enough for the router: no torch.
+
+What lives here: the thin first form of the re-layout planner: equal layouts are copied as they are, anything
+else is refused in words. What does not: choosing workers by load (`router.policy`), moving bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pdserve.types import CapabilityRecord
+
+Mixing = Literal["strict", "relaxed"]
+SAME_HOST_ONLY = frozenset({"shm"})
+
+
+def pairing_problem(prefill: CapabilityRecord, decode: CapabilityRecord, mixing: Mixing) -> str | None:
+    """Why pages of `prefill` are no good to `decode`, as a sentence for people; None if they fit.
+
+    mixing: "strict" also asks for pages computed in the same way (numerics id); "relaxed" does not.
+    """
+    if not _protocols_overlap(prefill.protocol, decode.protocol):
+        return (
+            f"prefill speaks page protocol {_range(prefill.protocol)} and decode {_range(decode.protocol)}; "
+            "bring both to one release."
+        )
+    problem = _difference(prefill, decode)
+    if problem is not None:
+        return problem
+    if mixing == "strict" and prefill.numerics != decode.numerics:
+        return (
+            f"prefill computes pages as {prefill.numerics} and decode as {decode.numerics}; "
+            "give both the same dtype, kernels and threads, or allow --kv-mixing relaxed."
+        )
+    if not set(prefill.transports) & set(decode.transports):
+        return (
+            f"prefill offers transports {_names(prefill.transports)} and decode {_names(decode.transports)}; "
+            "enable one on both."
+        )
+    return None
+
+
+def common_transport(prefill: CapabilityRecord, decode: CapabilityRecord, *, same_host: bool) -> str | None:
+    """The first transport in decode's order of preference that both have and that can reach, or None."""
+    for name in decode.transports:
+        if name in prefill.transports and (same_host or name not in SAME_HOST_ONLY):
+            return name
+    return None
+
+
+def _difference(prefill: CapabilityRecord, decode: CapabilityRecord) -> str | None:
+    checks = (
+        ("loaded model", prefill.model[:12], decode.model[:12], prefill.model == decode.model),
+        ("tokenizer", prefill.tokenizer[:12], decode.tokenizer[:12], prefill.tokenizer == decode.tokenizer),
+        ("page size in tokens", prefill.page_size, decode.page_size, prefill.page_size == decode.page_size),
+        ("KV dtype", prefill.dtype, decode.dtype, prefill.dtype == decode.dtype),
+        ("page layout", prefill.layout[:12], decode.layout[:12], prefill.layout == decode.layout),
+        (
+            "page size in bytes",
+            prefill.page_bytes,
+            decode.page_bytes,
+            prefill.page_bytes == decode.page_bytes,
+        ),
+    )
+    for what, ours, theirs, same in checks:
+        if not same:
+            return f"the {what} differs: {ours} at prefill, {theirs} at decode."
+    return None
+
+
+def _protocols_overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return max(one[0], other[0]) <= min(one[1], other[1])
+
+
+def _range(protocol: tuple[int, int]) -> str:
+    return str(protocol[0]) if protocol[0] == protocol[1] else f"{protocol[0]} to {protocol[1]}"
+
+
+def _names(transports: tuple[str, ...]) -> str:
+    return ", ".join(transports) or "none"

@@ -1,0 +1,72 @@
+"""Capability pairing: equal records fit; each difference is refused in words that name it."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from kvtransfer.plan import common_transport, pairing_problem
+from pdserve.types import CapabilityRecord
+
+RECORD = CapabilityRecord(
+    layout="aa" * 16,
+    numerics="float32-cpu-t2",
+    model="bb" * 32,
+    tokenizer="cc" * 32,
+    dtype="float32",
+    page_size=16,
+    page_bytes=737280,
+    transports=("shm", "tcp"),
+    protocol=(1, 2),
+)
+
+
+def test_equal_records_fit() -> None:
+    assert pairing_problem(RECORD, RECORD, "strict") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"protocol": (3, 4)}, "protocol 1 to 2 and decode 3 to 4"),
+        ({"model": "dd" * 32}, "model differs: bbbbbbbbbbbb at prefill, dddddddddddd"),
+        ({"tokenizer": "dd" * 32}, "tokenizer differs"),
+        ({"page_size": 32}, "page size in tokens differs: 16 at prefill, 32 at decode"),
+        ({"dtype": "bfloat16"}, "KV dtype differs: float32 at prefill, bfloat16 at decode"),
+        ({"layout": "dd" * 16}, "page layout differs"),
+        ({"page_bytes": 4096}, "page size in bytes differs"),
+        ({"numerics": "float32-cpu-t8"}, "relaxed"),
+        ({"transports": ("nixl",)}, "transports shm, tcp and decode nixl"),
+        ({"transports": ()}, "decode none"),
+    ],
+)
+def test_each_difference_is_named(change: dict[str, object], words: str) -> None:
+    problem = pairing_problem(RECORD, dataclasses.replace(RECORD, **change), "strict")
+    assert problem is not None
+    assert words in problem
+
+
+def test_relaxed_mixing_lets_numerics_differ_and_nothing_else() -> None:
+    other = dataclasses.replace(RECORD, numerics="bfloat16-w8a8")
+    assert pairing_problem(RECORD, other, "relaxed") is None
+    assert pairing_problem(RECORD, dataclasses.replace(other, layout="x"), "relaxed") is not None
+
+
+def test_protocol_ranges_that_touch_fit() -> None:
+    assert pairing_problem(RECORD, dataclasses.replace(RECORD, protocol=(2, 5)), "strict") is None
+
+
+def test_the_transport_is_decodes_first_choice_that_can_reach() -> None:
+    tcp_first = dataclasses.replace(RECORD, transports=("tcp", "shm"))
+    assert common_transport(RECORD, RECORD, same_host=True) == "shm"
+    assert common_transport(RECORD, RECORD, same_host=False) == "tcp"
+    assert common_transport(RECORD, tcp_first, same_host=True) == "tcp"
+    assert common_transport(dataclasses.replace(RECORD, transports=("shm",)), RECORD, same_host=False) is None
+
+
+def test_a_router_gets_it_without_torch() -> None:
+    code = "import sys, kvtransfer.plan, kvtransfer.ticket; sys.exit({'torch', 'socket'} & set(sys.modules) != set())"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
