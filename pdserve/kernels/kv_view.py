@@ -1,0 +1,122 @@
+"""How the kernels see the page pool: where K and V of a (page, layer, head, row) lie. No op lives here, and
+nothing that owns memory (`kvcache.pool`).
+
+A page is [num_layers, 2 (K, V), part]; the inner order of a part is the kernels' choice per dtype:
+
+    float32   K [K, D, S]        V [K, S, D]           rows of S positions: scores of neighbours in one vector
+    bfloat16  K [K, D/2, S, 2]   V [K, S/2, D, 2]      pairs along the reduced dim, as bf16 dot products want
+
+Legend: P pages, L layers, K KV heads, D head dim, S page size (rows of a page), T tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+
+import torch
+
+from pdserve.errors import ConfigError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_INNER = {"float32": "k[h,d,s] v[h,s,d]", "bfloat16": "k[h,d/2,s,2] v[h,s/2,d,2]"}
+MAX_HEAD_DIM = 256
+MAX_PAGE_SIZE = 128
+
+
+def inner_layout(dtype: str) -> str:
+    """Tag of a page part's inner order, for the layout fingerprint. dtype: "float32" | "bfloat16"."""
+    try:
+        return _INNER[dtype]
+    except KeyError:
+        raise ConfigError(f"dtype {dtype!r} is not supported for KV pages; use float32 or bfloat16") from None
+
+
+class _NativeView(ctypes.Structure):
+    """The C++ side's `KVDesc` (csrc/common.h)."""
+
+    _fields_ = (
+        ("storage", ctypes.c_void_p),
+        ("page_stride", ctypes.c_int64),
+        ("num_pages", ctypes.c_int64),
+        ("num_layers", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("page_size", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVView:
+    """A pool's page area. storage: 1-D tensor of dtype over all pages; page_stride: elements from one page
+    to the next. page_size: a multiple of 16 up to 128; head_dim: even, up to 256.
+
+    Raises ConfigError where the kernels can not serve such pages.
+    """
+
+    storage: torch.Tensor
+    page_stride: int
+    num_pages: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+    native: int = field(init=False, repr=False)
+    """Address of the C++ descriptor."""
+    _keep: _NativeView = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        inner_layout(self.dtype)
+        if self.storage.dtype != _DTYPES[self.dtype]:
+            raise ConfigError(f"the page pool's tensor is not {self.dtype}")
+        if self.page_size % 16 or not 16 <= self.page_size <= MAX_PAGE_SIZE:
+            raise ConfigError(f"page size {self.page_size} is not a multiple of 16 up to {MAX_PAGE_SIZE}")
+        if self.head_dim % 2 or not 2 <= self.head_dim <= MAX_HEAD_DIM:
+            raise ConfigError(f"head dim {self.head_dim} is not an even number up to {MAX_HEAD_DIM}")
+        if (self.num_pages - 1) * self.page_stride + self.page_elems > self.storage.numel():
+            raise ConfigError("the page pool's tensor is smaller than its pages")
+        view = _NativeView(
+            self.storage.data_ptr(), self.page_stride, self.num_pages, self.num_layers,
+            self.num_kv_heads, self.head_dim, self.page_size,
+        )  # fmt: skip
+        object.__setattr__(self, "_keep", view)
+        object.__setattr__(self, "native", ctypes.addressof(view))
+
+    @property
+    def part_elems(self) -> int:
+        """Elements of one layer's K (or V) in a page."""
+        return self.num_kv_heads * self.head_dim * self.page_size
+
+    @property
+    def page_elems(self) -> int:
+        """Elements of a page, without the stride's padding."""
+        return self.num_layers * 2 * self.part_elems
+
+    def k_part(self, layer: int) -> torch.Tensor:
+        """K of a layer over all pages as a view: float32 [P, K, D, S], bfloat16 [P, K, D/2, S, 2]."""
+        k, d, s = self.num_kv_heads, self.head_dim, self.page_size
+        inner = (k, d, s) if self.dtype == "float32" else (k, d // 2, s, 2)
+        return self._part(inner, 2 * layer)
+
+    def v_part(self, layer: int) -> torch.Tensor:
+        """V of a layer over all pages as a view: float32 [P, K, S, D], bfloat16 [P, K, S/2, D, 2]."""
+        k, d, s = self.num_kv_heads, self.head_dim, self.page_size
+        inner = (k, s, d) if self.dtype == "float32" else (k, s // 2, d, 2)
+        return self._part(inner, 2 * layer + 1)
+
+    def _part(self, inner: tuple[int, ...], index: int) -> torch.Tensor:
+        strides = [1]
+        for size in reversed(inner[1:]):
+            strides.insert(0, strides[0] * size)
+        offset = self.storage.storage_offset() + index * self.part_elems
+        return self.storage.as_strided((self.num_pages, *inner), (self.page_stride, *strides), offset)
+
+
+def read_kv(kv: KVView, layer: int, slots_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows by slot (page * page_size + row) in plain order: (k_TKD, v_TKD). For references and tests."""
+    page, row = slots_T.long() // kv.page_size, slots_T.long() % kv.page_size
+    k, v = kv.k_part(layer), kv.v_part(layer)
+    if kv.dtype == "float32":
+        return k[page, :, :, row], v[page, :, row, :]
+    return k[page, :, :, row, :].flatten(2), v[page, :, row // 2, :, row % 2]

@@ -1,0 +1,32 @@
+"""Writing K and V rows of a step into their pages. Rope and its fusion with the write live in `rope`.
+
+Legend: T tokens, K KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pdserve.kernels.kv_view import KVView
+
+
+def write_kv(k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: KVView, layer: int, slots_T: torch.Tensor) -> None:
+    """Write row t of k and v to slots_T[t] (int32; page * page_size + row) of a layer.
+
+    Slots must differ from each other. Raises InternalError for a slot outside the pool.
+    """
+    write_kv_reference(k_TKD, v_TKD, kv, layer, slots_T)
+
+
+def write_kv_reference(
+    k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: KVView, layer: int, slots_T: torch.Tensor
+) -> None:
+    """Plain torch form of `write_kv`."""
+    page, row = slots_T.long() // kv.page_size, slots_T.long() % kv.page_size
+    k, v = kv.k_part(layer), kv.v_part(layer)
+    if kv.dtype == "float32":
+        k[page, :, :, row] = k_TKD
+        v[page, :, row, :] = v_TKD
+    else:
+        k[page, :, :, row, :] = k_TKD.reshape(*k_TKD.shape[:2], -1, 2)
+        v[page, :, row // 2, :, row % 2] = v_TKD
