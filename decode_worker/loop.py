@@ -1,0 +1,477 @@
+"""The decode role of a worker, as pure code: carries out the effects of its sessions on pages and scheduler.
+
+What lives here: taking requests (reservation, prefix hits, local or not), which session an event belongs
+to, target pages and their I/O pins, renewals. What does not: the state table (`kvtransfer.session.decode`),
+sockets, tensors and threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdserve.kvcache.manager import PageManager
+from pdserve.sched.scheduler import StepScheduler
+
+from decode_worker.reserve import Reservation, reserve
+from kvtransfer import ticket
+from kvtransfer.effects import CancelRead, Count, Dial, Effect, StartRead, ToPeer, ToRouter
+from kvtransfer.session import decode_events as table
+from kvtransfer.session.decode import DecodeSession
+from kvtransfer.session.guard import RoleContext, Tombstones, check_call
+from kvtransfer.transport import ReadStatus
+from pdserve.kvcache.allocator import Holder, HolderKind
+from pdserve.messages import (
+    Abort,
+    Announce,
+    Commit,
+    Ended,
+    Finish,
+    Outcome,
+    Refusal,
+    Refused,
+    Renew,
+    Reserve,
+    Reserved,
+    Token,
+    TransferMessage,
+)
+from pdserve.sched.plan import (
+    Preempted,
+    SeqEvent,
+    SeqFailed,
+    SeqFinished,
+    SeqKind,
+    SeqSpec,
+    SeqStopped,
+    Started,
+    TokenSampled,
+)
+from pdserve.types import HandoverMode, Key, Ledger, PeerRef, TransferStats, Usage
+
+PREFIX = "D:"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    """One key: its session, the router's call, its pages, and what the ledger needs."""
+
+    session: DecodeSession
+    call: Reserve
+    held: Reservation
+    ticket_until: float
+    accepted_at: float
+    finish: Finish | None = None
+    local_start: int | None = None
+    local_hits: int = 0
+    num_retractions: int = 0
+    num_tokens: int = 0
+    moved_pages: int = 0
+    path: str = ""
+    resent: int = 0
+    announced_at: float = 0.0
+    running_at: float = 0.0
+    missed: int = 0
+    todo: list[table.DEvent] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Read:
+    """One page read in flight."""
+
+    entry: _Entry
+    index: int
+    page: int
+    started_at: float
+    quarantined: bool = False
+
+
+class DecodeRole:
+    """All live decode sessions of one worker. Called by the control thread only."""
+
+    def __init__(
+        self,
+        ctx: RoleContext,
+        pages: PageManager,
+        scheduler: StepScheduler,
+        *,
+        transport: str,
+        page_bytes: int,
+    ) -> None:
+        self._ctx = ctx
+        self._pages = pages
+        self._scheduler = scheduler
+        self._page_bytes = page_bytes
+        self._live: dict[str, _Entry] = {}  # newest key of each request
+        self._entries: dict[Key, _Entry] = {}  # those and superseded ones that are not quiet yet
+        self._by_seq: dict[str, _Entry] = {}
+        self._reads: dict[int, _Read] = {}
+        self._next_read = 1
+        self._renew_at = float("inf")
+        self._stones = Tombstones()
+        self.draining = False
+
+    # -- questions --------------------------------------------------------------------------------------
+
+    @property
+    def num_live(self) -> int:
+        return len(self._entries)
+
+    def owns(self, seq_id: str) -> bool:
+        """Whether a scheduler event is this role's."""
+        return seq_id.startswith(PREFIX)
+
+    def next_timer(self) -> float:
+        """When tick is due next; infinity if never."""
+        timers = [e.session.next_timer() for e in self._entries.values()]
+        reads = [r.started_at + self._ctx.lease_s for r in self._reads.values() if not r.quarantined]
+        return min([*timers, *reads, self._renew_at], default=float("inf"))
+
+    # -- inputs -----------------------------------------------------------------------------------------
+
+    def reserve(self, call: Reserve, now: float) -> list[Effect]:
+        """The router's Reserve. Answered at once by Reserved or Refused."""
+        facts = check_call(self._ctx, call, now)
+        if not isinstance(facts, ticket.TicketFacts):
+            return [_refused(call.key, *facts)]
+        recorded = self._stones.answer(call.key)
+        if recorded is not None:
+            return [_refused(call.key, Refusal.OUTDATED_KEY, f"this try is over: {recorded}")]
+        live = self._live.get(call.key.request_id)
+        if live is not None and live.session.key >= call.key:
+            return [_refused(call.key, Refusal.OUTDATED_KEY, "this try or a newer one is running")]
+        out: list[Effect] = []
+        if live is not None:
+            out += self._run(live, _superseded(), now)
+            self._live.pop(call.key.request_id, None)
+        if self.draining:
+            return [*out, _refused(call.key, Refusal.DRAINING, "this worker takes no new requests")]
+        if call.mode is HandoverMode.LOCAL and self._scheduler.num_waiting >= self._ctx.max_num_seqs:
+            return [*out, _refused(call.key, Refusal.FULL, "too many requests wait here", retry_after_s=0.2)]
+        held = reserve(self._ctx, self._pages, call, _seq_id(call.key))
+        if isinstance(held, Refused):
+            return [*out, ToRouter(key=call.key, message=held)]
+        return out + self._accept(call, held, facts, now)
+
+    def cancel(self, key: Key, now: float) -> tuple[Outcome, list[Effect]]:
+        """The router cancels this key. The outcome says what is known to have happened."""
+        recorded = self._stones.answer(key)
+        if recorded is not None:
+            return recorded, []
+        entry = self._live.get(key.request_id)
+        if entry is not None and entry.session.key > key:
+            return Outcome.SUPERSEDED, []
+        if entry is None:
+            self._stones.put(key, Outcome.NEVER_STARTED, now + 2 * self._ctx.lease_s)
+            return Outcome.NEVER_STARTED, []
+        stop = table.Stop(label="cancelled", message="the request was cancelled", retryable=False)
+        return Outcome.STOPPING, self._run(entry, stop, now)
+
+    def switch_local(self, key: Key, now: float) -> tuple[Outcome, list[Effect]]:
+        """The router says that the prefill side is gone: go on alone with what is verified."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return self._stones.answer(key) or Outcome.UNKNOWN, []
+        if not entry.session.pulling:
+            return Outcome.COMPLETE, []
+        return Outcome.STOPPING, self._run(entry, table.Switch(detail="prefill worker is gone"), now)
+
+    def message(self, peer: str, incarnation: int, message: TransferMessage, now: float) -> list[Effect]:
+        """A prefill worker's message, already checked to be for this incarnation."""
+        if isinstance(message, Renew):
+            return self._on_renewed(peer, incarnation, message, now) if message.answer else []
+        if not isinstance(message, Announce | Finish | Abort):
+            return []
+        entry = self._entries.get(message.key)
+        if entry is None:
+            return self._unknown(peer, incarnation, message)
+        if not _is_peer(entry.call.prefill, peer, incarnation):
+            return []
+        if isinstance(message, Finish):
+            entry.finish = message
+        return self._run(entry, message, now)
+
+    def read_done(
+        self, read_id: int, status: ReadStatus, digest: bytes, path: str, now: float
+    ) -> list[Effect]:
+        """The transport `path` reports the end of a read: nothing touches the page any more."""
+        read = self._reads.pop(read_id)
+        self._pages.drop(read.page, Holder(HolderKind.IO, f"read:{read_id}"))
+        if status is ReadStatus.GOOD:
+            read.entry.moved_pages += 1
+            read.entry.path = path
+        elif status is ReadStatus.MISMATCH:
+            read.entry.resent += 1
+        event = table.ReadEnded(index=read.index, status=status, digest=digest)
+        return [Count(name=f"reads_{status}"), *self._run(read.entry, event, now)]
+
+    def seq_event(self, event: SeqEvent, now: float) -> list[Effect]:
+        """A scheduler event of a sequence that this role submitted."""
+        entry = self._by_seq.get(event.seq_id)
+        if entry is None:
+            return []
+        match event:
+            case Started():
+                if entry.local_start is not None and not entry.num_retractions:
+                    entry.local_hits = event.hit_tokens
+                return []
+            case TokenSampled():
+                return self._run(entry, table.Sampled(index=event.index, token_id=event.token_id), now)
+            case SeqFinished():
+                assert event.reason is not None
+                return self._run(entry, table.Finished(reason=event.reason), now)
+            case Preempted():
+                entry.num_retractions += 1
+                return [Count(name="retractions")]
+            case SeqFailed():
+                entry.session.computing = False
+                stop = table.Stop(label="internal", message=event.message, retryable=False)
+                return self._run(entry, stop, now)
+            case SeqStopped():
+                return self._run(entry, table.ComputeQuiet(), now)
+            case _:
+                return []
+
+    def tick(self, now: float) -> list[Effect]:
+        """Fires what is due. Call it only after the inbox is drained."""
+        self._stones.expire(now)
+        due = [e for e in self._entries.values() if e.session.next_timer() <= now]
+        out = [effect for entry in due for effect in self._run(entry, table.Tick(), now)]
+        if now >= self._renew_at:
+            out += self._renew(now)
+        return out + self._quarantine(now)
+
+    # -- inside -----------------------------------------------------------------------------------------
+
+    def _accept(
+        self, call: Reserve, held: Reservation, facts: ticket.TicketFacts, now: float
+    ) -> list[Effect]:
+        session = DecodeSession(key=call.key, lease_s=self._ctx.lease_s)
+        entry = _Entry(
+            session=session, call=call, held=held, ticket_until=facts.decode_expires, accepted_at=now
+        )
+        self._live[call.key.request_id] = self._entries[call.key] = entry
+        self._by_seq[_seq_id(call.key)] = entry
+        hit_tokens = held.hit_pages * self._ctx.page_size
+        answer = Reserved(key=call.key, mode=held.mode, hit_tokens=hit_tokens)
+        out: list[Effect] = [ToRouter(key=call.key, message=answer)]
+        if held.mode is HandoverMode.DISAGGREGATED:
+            assert call.prefill is not None
+            out.append(Dial(peer=call.prefill))
+            self._renew_at = min(self._renew_at, now + self._ctx.lease_s / 3)
+        accepted = table.Accepted(
+            mode=held.mode, num_pages=held.num_pages, hit_pages=held.hit_pages, ticket=call.ticket,
+            deadline_at=now + call.deadline_s, num_forced=call.num_forced,
+        )  # fmt: skip
+        return out + self._run(entry, accepted, now)
+
+    def _unknown(self, peer: str, incarnation: int, message: Announce | Finish | Abort) -> list[Effect]:
+        """P talks about a key that is not live here: definitive, as P announces only after Grant."""
+        if isinstance(message, Abort):
+            return []
+        recorded = self._stones.answer(message.key)
+        reply: TransferMessage = Abort(key=message.key, outcome=recorded or Outcome.UNKNOWN)
+        if recorded is Outcome.COMPLETE:
+            reply = Commit(key=message.key)
+        return [ToPeer(peer=peer, incarnation=incarnation, message=reply)]
+
+    def _renew(self, now: float) -> list[Effect]:
+        """One Renew per prefill worker with the keys that are still pulled from it."""
+        by_peer: dict[tuple[str, int], list[Key]] = {}
+        for key, entry in self._entries.items():
+            if entry.session.pulling and entry.call.prefill is not None:
+                peer = entry.call.prefill
+                by_peer.setdefault((peer.worker_id, peer.incarnation), []).append(key)
+        self._renew_at = now + self._ctx.lease_s / 3 if by_peer else float("inf")
+        return [ToPeer(peer=p, incarnation=i, message=Renew(keys=tuple(k))) for (p, i), k in by_peer.items()]
+
+    def _on_renewed(self, peer: str, incarnation: int, renew: Renew, now: float) -> list[Effect]:
+        known = set(renew.keys)
+        out: list[Effect] = []
+        for key, entry in list(self._entries.items()):
+            if not entry.session.pulling or not _is_peer(entry.call.prefill, peer, incarnation):
+                continue
+            entry.missed = 0 if key in known else entry.missed + 1
+            if key in known:
+                out += self._run(entry, table.PeerSeen(), now)
+            elif entry.missed >= 2:
+                out += self._run(entry, table.Switch(detail="prefill lost this key"), now)
+        return out
+
+    def _quarantine(self, now: float) -> list[Effect]:
+        """A read that does not end within one lease: its page is never used again (protocol.md §1)."""
+        out: list[Effect] = []
+        for read in self._reads.values():
+            if not read.quarantined and now - read.started_at >= self._ctx.lease_s:
+                read.quarantined = True
+                self._pages.quarantine(read.page)
+                out.append(Count(name="quarantined"))
+        return out
+
+    def _run(self, entry: _Entry, event: table.DEvent, now: float) -> list[Effect]:
+        """Steps a session and carries its effects out, with the events these make in turn."""
+        out: list[Effect] = []
+        entry.todo.append(event)
+        while entry.todo:
+            for effect in entry.session.step(entry.todo.pop(0), now):
+                out += self._do(entry, effect, now)
+        return out
+
+    def _do(self, entry: _Entry, effect: table.DEffect, now: float) -> list[Effect]:
+        key = entry.session.key
+        match effect:
+            case table.DSend():
+                return self._send(entry, effect.message)
+            case table.DRead():
+                return self._start_read(entry, effect.announce, now)
+            case table.DCancelReads():
+                return [CancelRead(read_id=i) for i, read in self._reads.items() if read.entry is entry]
+            case table.DRun():
+                self._publish(entry)
+                entry.running_at = now
+                if effect.finish.finish is None:
+                    self._submit(entry, first=effect.finish.token_id)
+            case table.DRunLocal():
+                entry.running_at = now
+                self._submit_local(entry, effect.verified_pages)
+            case table.DEmit():
+                entry.num_tokens += 1
+                token = Token(key=key, index=effect.index, token_id=effect.token_id)
+                return [ToRouter(key=key, message=token)]
+            case table.DEnd():
+                return [ToRouter(key=key, message=self._ended(entry, effect, now))]
+            case table.DStopCompute():
+                if not self._scheduler.has(_seq_id(key)) or self._scheduler.cancel(_seq_id(key)):
+                    entry.todo.append(table.ComputeQuiet())
+            case table.DRelease():
+                self._release(entry, effect.outcome)
+        return []
+
+    def _send(self, entry: _Entry, message: TransferMessage) -> list[Effect]:
+        peer = entry.call.prefill
+        if peer is None:
+            return []
+        return [ToPeer(peer=peer.worker_id, incarnation=peer.incarnation, message=message)]
+
+    def _start_read(self, entry: _Entry, announce: Announce, now: float) -> list[Effect]:
+        peer = entry.call.prefill
+        assert peer is not None
+        if not entry.held.expects(announce):
+            # Not our prefix: the bytes may be right for somebody else's (protocol.md §2, content key).
+            wrong = table.ReadEnded(index=announce.index, status=ReadStatus.STALE, digest=b"")
+            entry.todo.append(wrong)
+            return [Count(name="wrong_content_key")]
+        entry.announced_at = entry.announced_at or now
+        read_id, page = self._next_read, entry.held.pages[announce.index]
+        self._next_read += 1
+        self._reads[read_id] = _Read(entry=entry, index=announce.index, page=page, started_at=now)
+        self._pages.hold(page, Holder(HolderKind.IO, f"read:{read_id}"))
+        self._pages.fill(page)
+        return [
+            StartRead(
+                read_id=read_id,
+                peer=peer,
+                key=announce.key,
+                ticket=entry.call.ticket,
+                source=announce.page,
+                index=announce.index,
+                valid_rows=announce.valid_rows,
+                digest=announce.digest,
+                target_page=page,
+            )
+        ]
+
+    def _publish(self, entry: _Entry) -> None:
+        """Seals the full prompt pages that came by wire and offers them to the prefix cache."""
+        held = entry.held
+        for index in range(held.hit_pages, len(held.full_keys)):
+            self._pages.seal(held.pages[index], self._ctx.page_size)
+            if entry.call.use_prefix_cache:
+                parent = held.full_keys[index - 1] if index else None
+                self._pages.publish(held.pages[index], held.full_keys[index], parent)
+
+    def _submit(self, entry: _Entry, *, first: int) -> None:
+        num_tokens = len(entry.call.token_ids)
+        tokens = (*entry.call.token_ids, first)
+        self._scheduler.submit(
+            self._spec(entry, tokens, num_computed=num_tokens, num_shared=len(entry.held.full_keys))
+        )
+
+    def _submit_local(self, entry: _Entry, verified_pages: int) -> None:
+        tokens = entry.call.token_ids
+        done = min(verified_pages * self._ctx.page_size, len(tokens) - 1)
+        entry.local_start = done
+        self._scheduler.submit(self._spec(entry, tokens, num_computed=done, num_shared=entry.held.hit_pages))
+
+    def _spec(self, entry: _Entry, tokens: tuple[int, ...], *, num_computed: int, num_shared: int) -> SeqSpec:
+        call = entry.call
+        return SeqSpec(
+            seq_id=_seq_id(call.key), kind=SeqKind.FULL, token_ids=tokens,
+            num_prompt=len(call.token_ids) - call.num_forced, sampling=call.sampling,
+            arrival=entry.accepted_at, num_computed=num_computed, pages=entry.held.pages,
+            num_shared=num_shared, use_prefix_cache=call.use_prefix_cache, cache_salt=entry.held.salt,
+            priority=call.priority,
+        )  # fmt: skip
+
+    def _ended(self, entry: _Entry, end: table.DEnd, now: float) -> Ended:
+        ledger = self._ledger(entry, now)
+        cached = max(ledger.decode_hit_tokens, ledger.prefill_cached_tokens)
+        num_prompt = len(entry.call.token_ids) - entry.call.num_forced
+        usage = Usage(
+            prompt_tokens=num_prompt, cached_tokens=min(cached, num_prompt),
+            completion_tokens=entry.call.num_forced + entry.num_tokens,
+        )  # fmt: skip
+        return Ended(
+            key=entry.session.key, finish=end.finish, error_label=end.label, error_message=end.message,
+            retryable=end.retryable, usage=usage, ledger=ledger,
+        )  # fmt: skip
+
+    def _ledger(self, entry: _Entry, now: float) -> Ledger:
+        base = entry.finish.ledger if entry.finish else Ledger()
+        held = entry.held
+        hits = held.hit_pages * self._ctx.page_size
+        local = 0
+        if entry.local_start is not None:
+            hits = max(hits, entry.local_hits)
+            local = len(entry.call.token_ids) - max(entry.local_start, entry.local_hits)
+        started = entry.announced_at or entry.running_at
+        moved = TransferStats(
+            path=entry.path, pages=entry.moved_pages,
+            bytes=entry.moved_pages * self._page_bytes, hit_pages=held.hit_pages, resent_pages=entry.resent,
+        )  # fmt: skip
+        return Ledger(
+            prefill_worker=base.prefill_worker, decode_worker=self._ctx.worker_id,
+            prefill_computed_tokens=base.prefill_computed_tokens,
+            prefill_cached_tokens=base.prefill_cached_tokens,
+            decode_computed_prompt_tokens=local, decode_hit_tokens=hits,
+            prefill_queue_s=base.prefill_queue_s, prefill_compute_s=base.prefill_compute_s,
+            transfer_s=max(0.0, entry.running_at - started) if entry.running_at else 0.0,
+            decode_s=now - entry.running_at if entry.running_at else 0.0,
+            num_retractions=entry.num_retractions + base.num_retractions, transfer=moved,
+        )  # fmt: skip
+
+    def _release(self, entry: _Entry, outcome: Outcome) -> None:
+        key = entry.session.key
+        self._pages.drop_all(Holder(HolderKind.REQUEST, _seq_id(key)))
+        self._stones.put(key, outcome, entry.ticket_until)
+        self._entries.pop(key, None)
+        self._by_seq.pop(_seq_id(key), None)
+        if self._live.get(key.request_id) is entry:
+            del self._live[key.request_id]
+
+
+def _superseded() -> table.Stop:
+    message = "a newer try of this request took over"
+    return table.Stop(label="cancelled", message=message, retryable=False, outcome=Outcome.SUPERSEDED)
+
+
+def _seq_id(key: Key) -> str:
+    return f"{PREFIX}{key}"
+
+
+def _is_peer(ref: PeerRef | None, peer: str, incarnation: int) -> bool:
+    return ref is not None and ref.worker_id == peer and ref.incarnation == incarnation
+
+
+def _refused(key: Key, reason: Refusal, detail: str, *, retry_after_s: float = 0.0) -> ToRouter:
+    refused = Refused(key=key, reason=reason, detail=detail, retry_after_s=retry_after_s)
+    return ToRouter(key=key, message=refused)

@@ -1,0 +1,94 @@
+"""What a worker's pure core asks its driver to do, as data. A leaf: only shared types are imported.
+
+The driver (asyncio, gRPC, torch) and the simulator carry these out; nothing else touches the outside.
+`SetGenerations` must be carried out before any later effect of the same list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.messages import Ended, Prefilled, Refused, Reserved, Token, TransferMessage
+from pdserve.sched.plan import StepPlan
+from pdserve.types import Key, PageName, PeerRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToPeer:
+    """Send a message to a worker over the exchange stream of that pair. May be lost; timers repeat."""
+
+    peer: str
+    incarnation: int
+    message: TransferMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToRouter:
+    """Answer the router's open call for this key. Ended, Refused and Prefilled close the call."""
+
+    key: Key
+    message: Reserved | Refused | Token | Ended | Prefilled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dial:
+    """Make sure an exchange stream to this prefill worker exists."""
+
+    peer: PeerRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartRead:
+    """Pull one page of the peer's pool into `target_page` of ours, then report ReadDone(read_id)."""
+
+    read_id: int
+    peer: PeerRef
+    key: Key
+    ticket: bytes
+    source: PageName
+    index: int
+    valid_rows: int
+    digest: bytes
+    target_page: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelRead:
+    """Drop a read that has not begun. Its ReadDone still comes, exactly once."""
+
+    read_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeDigest:
+    """Digest our own page for this key; answered by a Digested event."""
+
+    key: Key
+    index: int
+    page: PageName
+    valid_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStep:
+    """Execute the plan on the compute thread; answered by a StepResult."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetGenerations:
+    """Write page generations into the mapped header, before any new byte of those pages."""
+
+    updates: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """Add to a counter. `name` comes from the closed set in pdserve.worker.metrics."""
+
+    name: str
+    amount: int = 1
+
+
+Effect = ToPeer | ToRouter | Dial | StartRead | CancelRead | ComputeDigest | RunStep | SetGenerations | Count

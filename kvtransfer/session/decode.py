@@ -1,0 +1,300 @@
+"""The decode side of one request: rows D1-D14 of protocol.md §9, as a pure state machine.
+
+What lives here: states, which pages are wanted, read, verified, when to commit, to go on locally, to end.
+What does not: pages, the scheduler and the network; `decode_worker.loop` carries the effects out.
+The state is changed in place by `step`, which returns the effects; nothing else may change it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvtransfer.digest import digest_of_digests
+from kvtransfer.session.decode_events import (
+    Accepted,
+    ComputeQuiet,
+    DCancelReads,
+    DEffect,
+    DEmit,
+    DEnd,
+    DEvent,
+    DRead,
+    DRelease,
+    DRun,
+    DRunLocal,
+    DSend,
+    DStopCompute,
+    Finished,
+    PeerSeen,
+    ReadEnded,
+    Sampled,
+    Stop,
+    Switch,
+    Tick,
+)
+from kvtransfer.transport import ReadStatus
+from pdserve.messages import Abort, Ack, Announce, Commit, Finish, Grant, Nack, Outcome
+from pdserve.types import HandoverMode, Key
+
+MAX_READS = 3
+
+
+class DState(StrEnum):
+    """States of the decode side. RETRACTED is the scheduler's; here it is part of RUNNING."""
+
+    PULL = "pull"
+    LOCAL = "local"
+    RUNNING = "running"
+    CLOSING = "closing"
+    DONE = "done"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Incoming:
+    """What is known of one wanted page."""
+
+    announce: Announce
+    reading: bool = False
+    verified: bool = False
+    reads: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class DecodeSession:
+    """State of one key on the decode side. lease_s is L; times are on the local monotonic clock."""
+
+    key: Key
+    lease_s: float
+    state: DState = DState.PULL
+    num_pages: int = 0
+    hit_pages: int = 0
+    num_forced: int = 0
+    ticket: bytes = b""
+    pages: dict[int, _Incoming] = field(default_factory=dict)
+    finish: Finish | None = None
+    switching: bool = False
+    computing: bool = False
+    committed: bool = False
+    ended: bool = False
+    granted_again_at: float = float("inf")
+    lease_until: float = float("inf")
+    deadline_at: float = float("inf")
+    outcome: Outcome = Outcome.UNKNOWN
+
+    @property
+    def live(self) -> bool:
+        return self.state in (DState.PULL, DState.LOCAL, DState.RUNNING)
+
+    @property
+    def pulling(self) -> bool:
+        """Whether the prefill side must be kept alive by renewals."""
+        return self.state is DState.PULL and not self.switching
+
+    @property
+    def num_reading(self) -> int:
+        return sum(1 for p in self.pages.values() if p.reading)
+
+    @property
+    def verified_prefix(self) -> int:
+        """Pages of the prompt, from the first on, that are hits or verified."""
+        count = self.hit_pages
+        while count in self.pages and self.pages[count].verified:
+            count += 1
+        return count
+
+    def next_timer(self) -> float:
+        """When Tick is due next; infinity if never."""
+        if not self.live:
+            return float("inf")
+        if not self.pulling:
+            return self.deadline_at
+        return min(self.deadline_at, self.granted_again_at, self.lease_until)
+
+    # -- the table --------------------------------------------------------------------------------------
+
+    def step(self, event: DEvent, now: float) -> list[DEffect]:
+        """Applies one event. One that means nothing in this state (a duplicate, a late one) has no effect."""
+        match event:
+            case Accepted():
+                return self._on_accepted(event, now)
+            case Announce():
+                return self._on_announce(event, now)
+            case ReadEnded():
+                return self._on_read(event)
+            case Finish():
+                return self._on_finish(event, now)
+            case Abort():
+                return self._switch(f"prefill gave up: {event.outcome}", tell_peer=False)
+            case Switch():
+                return self._switch(event.detail, tell_peer=True)
+            case Sampled():
+                return self._on_sampled(event)
+            case Finished():
+                return self._on_finished(event)
+            case Stop():
+                return self._on_stop(event)
+            case PeerSeen():
+                self.lease_until = now + self.lease_s
+                return []
+            case ComputeQuiet():
+                self.computing = False
+                return self._maybe_release()
+            case Tick():
+                return self._on_tick(now)
+
+    def _on_accepted(self, event: Accepted, now: float) -> list[DEffect]:
+        self.num_pages, self.hit_pages = event.num_pages, event.hit_pages
+        self.ticket, self.num_forced = event.ticket, event.num_forced
+        self.deadline_at = event.deadline_at
+        if event.mode is HandoverMode.LOCAL:
+            self.state = DState.LOCAL
+            self.computing = True
+            return [DRunLocal(verified_pages=self.hit_pages)]
+        self.lease_until = now + self.lease_s
+        return self._grant(now)
+
+    def _grant(self, now: float) -> list[DEffect]:
+        self.granted_again_at = now + self.lease_s / 4
+        want = tuple(range(self.hit_pages, self.num_pages))
+        return [DSend(message=Grant(key=self.key, want=want, credit=len(want), ticket=self.ticket))]
+
+    def _late(self) -> list[DEffect]:
+        """P still talks about a transfer that is over here: say what became of it."""
+        if self.state is DState.RUNNING and self.committed:
+            return [DSend(message=Commit(key=self.key))]
+        outcome = Outcome.SUPERSEDED if self.live else self.outcome
+        return [DSend(message=Abort(key=self.key, outcome=outcome))]
+
+    def _on_announce(self, event: Announce, now: float) -> list[DEffect]:
+        if not self.pulling:
+            return self._late()
+        self.lease_until = now + self.lease_s
+        self.granted_again_at = float("inf")
+        if not self.hit_pages <= event.index < self.num_pages:
+            return self._switch("prefill announced a page that was not granted", tell_peer=True)
+        page = self.pages.get(event.index)
+        if page is None:
+            page = self.pages[event.index] = _Incoming(announce=event)
+        elif page.announce.digest != event.digest:
+            return self._switch("one page was announced with two digests", tell_peer=True)
+        if page.verified:
+            return [DSend(message=Ack(key=self.key, index=event.index))]
+        if page.reading:
+            return []
+        page.announce = event
+        page.reading = True
+        page.reads += 1
+        return [DRead(announce=event)]
+
+    def _on_read(self, event: ReadEnded) -> list[DEffect]:
+        page = self.pages[event.index]
+        page.reading = False
+        if self.state is DState.PULL and event.status is ReadStatus.GOOD:
+            page.verified = True
+        if self.switching:
+            return self._maybe_local()
+        if self.state is not DState.PULL:
+            return self._maybe_release()
+        if event.status is ReadStatus.GOOD:
+            return [DSend(message=Ack(key=self.key, index=event.index)), *self._maybe_run()]
+        if event.status is ReadStatus.MISMATCH and page.reads < MAX_READS:
+            return [DSend(message=Nack(key=self.key, index=event.index, digest=event.digest))]
+        if event.status is ReadStatus.FAILED and page.reads < MAX_READS:
+            page.reading = True
+            page.reads += 1
+            return [DRead(announce=page.announce)]
+        return self._switch(f"page could not be read: {event.status}", tell_peer=True)
+
+    def _on_finish(self, event: Finish, now: float) -> list[DEffect]:
+        if not self.pulling:
+            return self._late()
+        self.lease_until = now + self.lease_s
+        self.granted_again_at = float("inf")
+        if event.index != self.num_forced:
+            return self._switch("the first token has the wrong index", tell_peer=True)
+        self.finish = self.finish or event
+        return self._maybe_run()
+
+    def _maybe_run(self) -> list[DEffect]:
+        if self.finish is None or self.verified_prefix < self.num_pages:
+            return []
+        seen = [(i, p.announce.digest) for i, p in sorted(self.pages.items())]
+        same = digest_of_digests(seen) == self.finish.digest_of_digests
+        if not same or len(seen) != self.finish.num_announced:
+            return self._switch("the digest over all pages differs", tell_peer=True)
+        self.state = DState.RUNNING
+        self.committed = True
+        first = self.finish
+        out: list[DEffect] = [DSend(message=Commit(key=self.key)), DRun(finish=first)]
+        out.append(DEmit(index=first.index, token_id=first.token_id))
+        if first.finish is not None:
+            return out + self._end(DEnd(finish=first.finish), Outcome.COMPLETE)
+        self.computing = True
+        return out
+
+    def _switch(self, detail: str, *, tell_peer: bool) -> list[DEffect]:
+        if not self.pulling:
+            return []
+        self.switching = True
+        out: list[DEffect] = [DCancelReads()] if self.num_reading else []
+        if tell_peer:
+            out.append(DSend(message=Abort(key=self.key, outcome=Outcome.SUPERSEDED, detail=detail)))
+        return out + self._maybe_local()
+
+    def _maybe_local(self) -> list[DEffect]:
+        if self.num_reading or self.state is not DState.PULL:
+            return self._maybe_release()
+        self.state = DState.LOCAL
+        self.switching = False
+        self.computing = True
+        return [DRunLocal(verified_pages=self.verified_prefix)]
+
+    def _on_sampled(self, event: Sampled) -> list[DEffect]:
+        if self.state is DState.LOCAL:
+            self.state = DState.RUNNING
+        if self.state is not DState.RUNNING:
+            return []
+        return [DEmit(index=event.index, token_id=event.token_id)]
+
+    def _on_finished(self, event: Finished) -> list[DEffect]:
+        self.computing = False
+        if self.state is not DState.RUNNING:
+            return self._maybe_release()
+        return self._end(DEnd(finish=event.reason), Outcome.COMPLETE)
+
+    def _end(self, end: DEnd, outcome: Outcome) -> list[DEffect]:
+        self.state = DState.CLOSING
+        self.outcome = outcome
+        return [end, *self._maybe_release()]
+
+    def _on_stop(self, event: Stop) -> list[DEffect]:
+        if not self.live:
+            return []
+        out: list[DEffect] = []
+        if self.state is DState.PULL:
+            out += [DCancelReads()] if self.num_reading else []
+            out.append(DSend(message=Abort(key=self.key, outcome=event.outcome, detail=event.label)))
+        if self.computing:
+            out.append(DStopCompute())
+        self.switching = False
+        end = DEnd(finish=None, label=event.label, message=event.message, retryable=event.retryable)
+        return out + self._end(end, event.outcome)
+
+    def _maybe_release(self) -> list[DEffect]:
+        if self.state is not DState.CLOSING or self.computing or self.num_reading:
+            return []
+        self.state = DState.DONE
+        return [DRelease(outcome=self.outcome)]
+
+    def _on_tick(self, now: float) -> list[DEffect]:
+        if not self.live:
+            return []
+        if now >= self.deadline_at:
+            message = "the request's deadline passed"
+            return self._on_stop(Stop(label="deadline_expired", message=message, retryable=False))
+        if self.pulling and now >= self.lease_until:
+            return self._switch("prefill was silent for one lease", tell_peer=True)
+        if self.pulling and now >= self.granted_again_at:
+            return self._grant(now)
+        return []

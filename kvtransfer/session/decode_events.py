@@ -1,0 +1,153 @@
+"""Events and effects of the decode side's state machine (`kvtransfer.session.decode`), as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtransfer.transport import ReadStatus
+from pdserve.messages import Abort, Ack, Announce, Commit, Finish, Grant, Nack, Outcome
+from pdserve.types import FinishReason, HandoverMode
+
+# ---- events ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """The request was taken: pages are reserved and prefix hits held. want: indices that D lacks."""
+
+    mode: HandoverMode
+    num_pages: int
+    hit_pages: int
+    ticket: bytes
+    deadline_at: float
+    num_forced: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadEnded:
+    """The local transport reports that a read ended; nothing touches the target page any more."""
+
+    index: int
+    status: ReadStatus
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """Our own engine made completion token `index`."""
+
+    index: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The sequence ended by itself."""
+
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """The prefill side is lost (the router says so, or its lease is over): go on locally."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Cancel, deadline, error or a higher key: end with an error."""
+
+    label: str
+    message: str
+    retryable: bool
+    outcome: Outcome = Outcome.STOPPED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSeen:
+    """The prefill worker says that it knows this key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeQuiet:
+    """No step computes on this request's pages any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time passed. Only delivered after the inbox is drained past the expiry."""
+
+
+DEvent = (
+    Accepted | ReadEnded | Sampled | Finished | Switch | Stop | PeerSeen | ComputeQuiet | Tick
+    | Announce | Finish | Abort
+)  # fmt: skip
+
+# ---- effects -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DSend:
+    """Send to the prefill worker of this key."""
+
+    message: Grant | Ack | Nack | Commit | Abort
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DRead:
+    """Pin the target page of this index and start to pull it. Refuse (Switch) if the content key differs."""
+
+    announce: Announce
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DCancelReads:
+    """Cancel reads of this key that have not begun; each still ends with ReadEnded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DRun:
+    """All pages are verified: seal and publish the full ones, submit the sequence with its first token."""
+
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DRunLocal:
+    """Submit the sequence to our own engine; the first `verified_pages` pages of the prompt are good."""
+
+    verified_pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DEmit:
+    """A token for the client."""
+
+    index: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DEnd:
+    """The one terminal status."""
+
+    finish: FinishReason | None
+    label: str = ""
+    message: str = ""
+    retryable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DStopCompute:
+    """Take the sequence out of the scheduler; answered by ComputeQuiet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DRelease:
+    """Compute and reads are quiet: drop the request holders, leave a tombstone, forget the session."""
+
+    outcome: Outcome
+
+
+DEffect = DSend | DRead | DCancelReads | DRun | DRunLocal | DEmit | DEnd | DStopCompute | DRelease

@@ -1,0 +1,102 @@
+"""What both sides share around their sessions: facts about this worker, tombstones, ticket checks. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtransfer import ticket
+from pdserve.errors import PermissionRefused
+from pdserve.messages import Outcome, PrefillRequest, Refusal, Reserve
+from pdserve.types import Key, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleContext:
+    """Facts about this worker that do not change within an incarnation.
+
+    lease_s: L. local_prefill_threshold: uncached prompt tokens below which decode prefills by itself.
+    floor_pages: pages that reservations leave free. growth_tokens: completion tokens a reservation counts
+    on. max_num_seqs: live requests at most. secret: the fleet's ticket key.
+    """
+
+    worker_id: str
+    incarnation: int
+    page_size: int
+    max_context: int
+    model: str
+    numerics: str
+    secret: bytes
+    lease_s: float = 10.0
+    local_prefill_threshold: int = 0
+    floor_pages: int = 0
+    growth_tokens: int = 64
+    max_num_seqs: int = 64
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages that hold so many tokens."""
+        return -(-num_tokens // self.page_size)
+
+
+def cache_salt(tenant: str) -> bytes:
+    """The tenant's prefix-cache salt; the tenant comes from the authenticator, never from the client."""
+    return tenant.encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tombstone:
+    """The recorded answer for a request's highest key so far."""
+
+    key: Key
+    outcome: Outcome
+    until: float
+
+
+class Tombstones:
+    """What became of keys that ended here, until their tickets expire (protocol.md §3)."""
+
+    def __init__(self) -> None:
+        self._by_request: dict[str, Tombstone] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def put(self, key: Key, outcome: Outcome, until: float) -> None:
+        """Records an outcome; a lower key never replaces a higher one."""
+        old = self._by_request.get(key.request_id)
+        if old is not None and old.key > key:
+            return
+        until = max(until, old.until if old else until)
+        self._by_request[key.request_id] = Tombstone(key=key, outcome=outcome, until=until)
+
+    def answer(self, key: Key) -> Outcome | None:
+        """The recorded answer if this key is at or below the highest one that ended, else None."""
+        stone = self._by_request.get(key.request_id)
+        if stone is None or key > stone.key:
+            return None
+        return stone.outcome if key == stone.key else Outcome.SUPERSEDED
+
+    def expire(self, now: float) -> None:
+        """Forgets those whose tickets are refused by now."""
+        for request_id in [r for r, s in self._by_request.items() if now >= s.until]:
+            del self._by_request[request_id]
+
+
+def check_call(
+    ctx: RoleContext, call: Reserve | PrefillRequest, now: float
+) -> tuple[Refusal, str] | ticket.TicketFacts:
+    """Guard 1 of protocol.md §9: receiver incarnation and ticket. The facts, or why it is refused."""
+    if call.receiver_incarnation != ctx.incarnation:
+        return Refusal.STALE_INCARNATION, "this worker was restarted since"
+    side = ticket.Side.DECODE if isinstance(call, Reserve) else ticket.Side.PREFILL
+    try:
+        return ticket.verify(
+            ctx.secret, call.ticket, now=now, side=side, key=call.key, incarnation=ctx.incarnation,
+            tenant=call.tenant, request_hash=ticket.request_hash(call.token_ids, call.sampling),
+        )  # fmt: skip
+    except (PermissionRefused, ValueError) as error:
+        return Refusal.BAD_TICKET, str(error)
+
+
+def sampling_room(num_prompt: int, sampling: SamplingParams, max_context: int) -> int:
+    """Completion tokens a request may still make within the context."""
+    return min(sampling.max_tokens, max_context - num_prompt)

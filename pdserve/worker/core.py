@@ -1,0 +1,107 @@
+"""One worker as pure code: pages, step scheduler and roles behind one event interface.
+
+What lives here: routing of events to roles, and when the next step is planned. What does not: the network,
+tensors, threads and time; the driver (`pdserve.worker.host`) and the simulator feed events with the time
+they happened and carry out the effects in order. Called by one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvtransfer.effects import Effect, RunStep, SetGenerations
+from pdserve.kvcache.manager import PageManager
+from pdserve.sched.plan import SeqEvent, StepPlan, StepResult
+from pdserve.sched.scheduler import StepScheduler
+
+
+class Role(Protocol):
+    """What the core needs of a role; its own inputs (Reserve, Prefill, …) are called on the role itself."""
+
+    draining: bool
+
+    @property
+    def num_live(self) -> int:
+        """Keys that are not done, those that only wait for quiet included."""
+        ...
+
+    def owns(self, seq_id: str) -> bool:
+        """Whether a scheduler event is this role's."""
+        ...
+
+    def seq_event(self, event: SeqEvent, now: float) -> list[Effect]:
+        """A scheduler event of a sequence that this role submitted."""
+        ...
+
+    def tick(self, now: float) -> list[Effect]:
+        """Fires what is due."""
+        ...
+
+    def next_timer(self) -> float:
+        """When tick is due next; infinity if never."""
+        ...
+
+
+class WorkerCore:
+    """The roles of one worker on one pool and one scheduler."""
+
+    def __init__(self, pages: PageManager, scheduler: StepScheduler, roles: Sequence[Role]) -> None:
+        self.pages = pages
+        self.scheduler = scheduler
+        self._roles = tuple(roles)
+        self._running: StepPlan | None = None
+
+    @property
+    def idle(self) -> bool:
+        """No key lives, no step runs, and every page is free or evictable."""
+        return self._running is None and self.num_live == 0 and self.pages.idle
+
+    @property
+    def num_live(self) -> int:
+        return sum(role.num_live for role in self._roles)
+
+    def drain(self) -> None:
+        """From now on new requests are refused; live ones go on."""
+        for role in self._roles:
+            role.draining = True
+
+    def settle(self, effects: list[Effect], now: float) -> list[Effect]:
+        """Completes an input's effects: events they caused in the scheduler, then the next step if one can run."""
+        out = list(effects)
+        out += self._route(self.scheduler.drain_events(), now)
+        if self._running is None:
+            self._running = self.scheduler.plan()
+            out += self._route(self.scheduler.drain_events(), now)
+            if self._running is not None:
+                return [*out, *self._generations(), RunStep(plan=self._running)]
+        return [*out, *self._generations()]
+
+    def step_done(self, result: StepResult, now: float) -> list[Effect]:
+        """The running step ended; roles learn what it made and the next one is planned."""
+        self._running = None
+        return self.settle(self._route(self.scheduler.finish_step(result), now), now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time passed. Call it only after the inbox is drained (protocol.md §5)."""
+        return self.settle([effect for role in self._roles for effect in role.tick(now)], now)
+
+    def next_timer(self) -> float:
+        """When tick is due next; infinity if never."""
+        return min((role.next_timer() for role in self._roles), default=float("inf"))
+
+    def check_integrity(self) -> str:
+        """Empty if the pool's states add up, else what is wrong."""
+        return self.pages.check_integrity()
+
+    def _generations(self) -> list[Effect]:
+        changed = self.pages.changed_generations()
+        return [SetGenerations(updates=tuple(changed))] if changed else []
+
+    def _route(self, events: Sequence[SeqEvent], now: float) -> list[Effect]:
+        out: list[Effect] = []
+        for event in events:
+            for role in self._roles:
+                if role.owns(event.seq_id):
+                    out += role.seq_event(event, now)
+        return out

@@ -1,0 +1,406 @@
+"""The prefill role of a worker, as pure code: carries out the effects of its sessions on pages and scheduler.
+
+What lives here: which session an event belongs to, page holders of transfers, content keys and digests by
+page. What does not: the state table (`kvtransfer.session.prefill`), sockets, tensors and threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from pdserve.kvcache.manager import PageManager
+from pdserve.kvcache.prefix import content_keys, tail_key
+from pdserve.sched.scheduler import StepScheduler
+
+from kvtransfer import ticket
+from kvtransfer.effects import ComputeDigest, Count, Effect, ToPeer, ToRouter
+from kvtransfer.session import prefill_events as table
+from kvtransfer.session.guard import RoleContext, Tombstones, cache_salt, check_call
+from kvtransfer.session.prefill import PrefillSession
+from pdserve.errors import PermissionRefused
+from pdserve.kvcache.allocator import Holder, HolderKind
+from pdserve.messages import (
+    Abort,
+    Ack,
+    Commit,
+    Finish,
+    Grant,
+    Nack,
+    Outcome,
+    Prefilled,
+    PrefillRequest,
+    Refusal,
+    Refused,
+    Renew,
+    TransferMessage,
+)
+from pdserve.sched.plan import (
+    PageReady,
+    Preempted,
+    SeqEvent,
+    SeqFailed,
+    SeqFinished,
+    SeqKind,
+    SeqSpec,
+    SeqStopped,
+    Started,
+    TokenSampled,
+)
+from pdserve.types import Key, Ledger, PageName
+
+PREFIX = "P:"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    """One key: its session, the router's call once it came, and what the ledger needs."""
+
+    session: PrefillSession
+    peer: str
+    peer_incarnation: int
+    ticket_until: float
+    call: PrefillRequest | None = None
+    keys: tuple[bytes, ...] = ()
+    token: TokenSampled | None = None
+    hit_tokens: int = 0
+    num_preempted: int = 0
+    queued_at: float = 0.0
+    started_at: float = 0.0
+    done_at: float = 0.0
+    todo: list[table.PEvent] = field(default_factory=list)
+
+
+class PrefillRole:
+    """All live prefill sessions of one worker. Called by the control thread only."""
+
+    def __init__(self, ctx: RoleContext, pages: PageManager, scheduler: StepScheduler) -> None:
+        self._ctx = ctx
+        self._pages = pages
+        self._scheduler = scheduler
+        self._live: dict[str, _Entry] = {}  # newest key of each request
+        self._entries: dict[Key, _Entry] = {}  # those and superseded ones that still compute
+        self._by_seq: dict[str, _Entry] = {}
+        self._stones = Tombstones()
+        self._digests: dict[PageName, tuple[int, bytes]] = {}
+        self.draining = False
+
+    # -- questions --------------------------------------------------------------------------------------
+
+    @property
+    def num_live(self) -> int:
+        return len(self._entries)
+
+    def owns(self, seq_id: str) -> bool:
+        """Whether a scheduler event is this role's."""
+        return seq_id.startswith(PREFIX)
+
+    def next_timer(self) -> float:
+        """When tick is due next; infinity if never."""
+        return min((e.session.next_timer() for e in self._entries.values()), default=float("inf"))
+
+    def authorise(self, ticket_bytes: bytes, key: Key, now: float) -> bool:
+        """Whether a data-plane peer that shows this ticket may read pages of this key."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return False
+        grant = entry.session.grant
+        return grant is not None and grant.ticket == ticket_bytes and now < entry.ticket_until
+
+    # -- inputs -----------------------------------------------------------------------------------------
+
+    def prefill(self, call: PrefillRequest, now: float) -> list[Effect]:
+        """The router's half. Always answered: by Refused now, or by Prefilled later."""
+        facts = check_call(self._ctx, call, now)
+        if not isinstance(facts, ticket.TicketFacts):
+            return [_refused(call.key, *facts)]
+        if facts.decode_incarnation != call.decode.incarnation:
+            return [_refused(call.key, Refusal.BAD_TICKET, "the ticket is for another decode worker")]
+        recorded = self._stones.answer(call.key)
+        if recorded is not None:
+            return [ToRouter(key=call.key, message=Prefilled(key=call.key, outcome=recorded))]
+        out = self._supersede(call.key, now)
+        entry = self._live.get(call.key.request_id)
+        if entry is not None and entry.session.key > call.key:
+            return [*out, _refused(call.key, Refusal.OUTDATED_KEY, "a newer try is running")]
+        if entry is None:
+            if refusal := self._no_room(call):
+                return [*out, refusal]
+            entry = self._new(call.key, call.decode.worker_id, call.decode.incarnation, facts, now)
+        if entry.call is None:
+            self._attach(entry, call, now)
+        deadline_at = now + call.deadline_s
+        return out + self._run(entry, table.PrefillHalf(deadline_at=deadline_at), now)
+
+    def cancel(self, key: Key, now: float) -> tuple[Outcome, list[Effect]]:
+        """The router cancels this key. The outcome says what is known to have happened."""
+        recorded = self._stones.answer(key)
+        if recorded is not None:
+            return recorded, []
+        entry = self._live.get(key.request_id)
+        if entry is not None and entry.session.key > key:
+            return Outcome.SUPERSEDED, []
+        if entry is None:
+            self._stones.put(key, Outcome.NEVER_STARTED, now + 2 * self._ctx.lease_s)
+            return Outcome.NEVER_STARTED, []
+        stop = table.Stop(outcome=Outcome.STOPPED, detail="cancelled", tell_peer=False)
+        return Outcome.STOPPING, self._run(entry, stop, now)
+
+    def message(self, peer: str, incarnation: int, message: TransferMessage, now: float) -> list[Effect]:
+        """A decode worker's message, already checked to be for this incarnation."""
+        if isinstance(message, Renew):
+            return self._on_renew(peer, incarnation, message, now)
+        if isinstance(message, Grant):
+            return self._on_grant(peer, incarnation, message, now)
+        if not isinstance(message, Ack | Nack | Commit | Abort):
+            return []
+        entry = self._entries.get(message.key)
+        if entry is None or not _is_peer(entry, peer, incarnation):
+            return []
+        return self._run(entry, message, now)
+
+    def seq_event(self, event: SeqEvent, now: float) -> list[Effect]:
+        """A scheduler event of a sequence that this role submitted."""
+        entry = self._by_seq.get(event.seq_id)
+        if entry is None:
+            return []
+        match event:
+            case Started():
+                return self._on_started(entry, event, now)
+            case PageReady():
+                return self._run(entry, self._sealed(entry, event), now)
+            case TokenSampled():
+                entry.token = event
+                return []
+            case SeqFinished():
+                return self._on_finished(entry, event, now)
+            case Preempted():
+                entry.num_preempted += 1
+                return self._run(entry, table.PreemptedEvent(), now)
+            case SeqFailed():
+                failed = table.Stop(outcome=Outcome.STOPPED, detail=event.message)
+                entry.session.computing = False
+                return self._run(entry, failed, now)
+            case SeqStopped():
+                return self._run(entry, table.ComputeQuiet(), now)
+            case _:
+                return []
+
+    def digested(self, key: Key, index: int, page: PageName, digest: bytes, now: float) -> list[Effect]:
+        """The answer to ComputeDigest."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return []
+        return self._run(entry, table.Digested(index=index, page=page, digest=digest), now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Fires what is due. Call it only after the inbox is drained."""
+        self._stones.expire(now)
+        due = [e for e in self._entries.values() if e.session.next_timer() <= now]
+        return [effect for entry in due for effect in self._run(entry, table.Tick(), now)]
+
+    def forget_page(self, page: PageName) -> None:
+        """The page's generation is over; its digest is of no more use."""
+        self._digests.pop(page, None)
+
+    # -- inside -----------------------------------------------------------------------------------------
+
+    def _no_room(self, call: PrefillRequest) -> ToRouter | None:
+        if self.draining:
+            return _refused(call.key, Refusal.DRAINING, "this worker takes no new requests")
+        if self._ctx.num_pages(len(call.token_ids)) > self._pages.num_pages:
+            return _refused(call.key, Refusal.NEVER_FITS, "the prompt does not fit this worker's page pool")
+        return None
+
+    def _new(self, key: Key, peer: str, incarnation: int, facts: ticket.TicketFacts, now: float) -> _Entry:
+        session = PrefillSession(key=key, lease_s=self._ctx.lease_s, lease_until=now + self._ctx.lease_s)
+        entry = _Entry(
+            session=session, peer=peer, peer_incarnation=incarnation, ticket_until=facts.prefill_expires
+        )
+        self._live[key.request_id] = self._entries[key] = self._by_seq[_seq_id(key)] = entry
+        return entry
+
+    def _attach(self, entry: _Entry, call: PrefillRequest, now: float) -> None:
+        entry.call = call
+        entry.queued_at = now
+        salt = cache_salt(call.tenant)
+        facts = {"salt": salt, "model": self._ctx.model, "numerics": self._ctx.numerics}
+        keys = content_keys(call.token_ids, self._ctx.page_size, **facts)  # type: ignore[arg-type]
+        if len(call.token_ids) % self._ctx.page_size:
+            keys = (*keys, tail_key(call.token_ids, self._ctx.page_size, **facts))  # type: ignore[arg-type]
+        entry.keys = keys
+
+    def _supersede(self, key: Key, now: float) -> list[Effect]:
+        """Guard 3: a higher key ends the lower one first."""
+        entry = self._live.get(key.request_id)
+        if entry is None or entry.session.key >= key:
+            return []
+        out = self._run(entry, table.Stop(outcome=Outcome.SUPERSEDED, tell_peer=False), now)
+        self._live.pop(key.request_id, None)
+        return out
+
+    def _on_grant(self, peer: str, incarnation: int, grant: Grant, now: float) -> list[Effect]:
+        try:
+            facts = ticket.verify(
+                self._ctx.secret, grant.ticket, now=now, side=ticket.Side.PREFILL, key=grant.key,
+                incarnation=self._ctx.incarnation, emitter=peer,
+            )  # fmt: skip
+        except PermissionRefused:
+            return [Count(name="refused_tickets")]
+        if facts.decode_incarnation != incarnation:
+            return [Count(name="refused_tickets")]
+        recorded = self._stones.answer(grant.key)
+        if recorded is not None:
+            return [_to_peer(peer, incarnation, Abort(key=grant.key, outcome=recorded))]
+        out = self._supersede(grant.key, now)
+        entry = self._live.get(grant.key.request_id)
+        if entry is None:
+            if self.draining:
+                abort = Abort(key=grant.key, outcome=Outcome.NEVER_STARTED, detail="draining")
+                return [*out, _to_peer(peer, incarnation, abort)]
+            entry = self._new(grant.key, peer, incarnation, facts, now)
+        if entry.session.key != grant.key or not _is_peer(entry, peer, incarnation):
+            return out
+        return out + self._run(entry, grant, now)
+
+    def _on_renew(self, peer: str, incarnation: int, renew: Renew, now: float) -> list[Effect]:
+        known: list[Key] = []
+        out: list[Effect] = []
+        for key in renew.keys:
+            entry = self._entries.get(key)
+            if entry is None or not _is_peer(entry, peer, incarnation):
+                continue
+            known.append(key)
+            out += self._run(entry, table.Renewed(), now)
+        return [*out, _to_peer(peer, incarnation, Renew(keys=tuple(known), answer=True))]
+
+    def _sealed(self, entry: _Entry, event: PageReady) -> table.Sealed:
+        page = self._pages.allocator.name(event.page)
+        return table.Sealed(
+            index=event.index, page=page, valid_rows=event.valid_rows, content_key=entry.keys[event.index]
+        )
+
+    def _on_started(self, entry: _Entry, event: Started, now: float) -> list[Effect]:
+        if not entry.started_at:
+            entry.started_at = now
+            entry.hit_tokens = event.hit_tokens
+        return self._run(entry, table.Scheduled(), now)
+
+    def _on_finished(self, entry: _Entry, event: SeqFinished, now: float) -> list[Effect]:
+        assert entry.token is not None
+        entry.done_at = now
+        first = table.FirstToken(index=entry.token.index, token_id=entry.token.token_id, finish=event.reason)
+        return self._run(entry, first, now)
+
+    def _run(self, entry: _Entry, event: table.PEvent, now: float) -> list[Effect]:
+        """Steps a session and carries its effects out, with the events these make in turn."""
+        out: list[Effect] = []
+        entry.todo.append(event)
+        while entry.todo:
+            for effect in entry.session.step(entry.todo.pop(0), now):
+                out += self._do(entry, effect, now)
+        return out
+
+    def _do(self, entry: _Entry, effect: table.PEffect, now: float) -> list[Effect]:
+        key = entry.session.key
+        match effect:
+            case table.PSend():
+                return [
+                    _to_peer(entry.peer, entry.peer_incarnation, self._with_ledger(entry, effect.message))
+                ]
+            case table.PQueue():
+                return self._submit(entry)
+            case table.PHold():
+                self._pages.hold(effect.page.page, Holder(HolderKind.TRANSFER, str(key)))
+                return self._digest(entry, effect)
+            case table.PRehash():
+                self._digests.pop(effect.page, None)
+                return [_compute(key, effect)]
+            case table.PDrop():
+                self._pages.drop(effect.page.page, Holder(HolderKind.TRANSFER, str(key)))
+            case table.PDropRequest():
+                self._pages.drop_all(Holder(HolderKind.REQUEST, _seq_id(key)))
+            case table.PStopCompute():
+                if not self._scheduler.has(_seq_id(key)) or self._scheduler.cancel(_seq_id(key)):
+                    entry.todo.append(table.ComputeQuiet())
+            case table.PUnpublish():
+                self._pages.unpublish_chain(effect.page.page)
+                return [Count(name="source_corrupt")]
+            case table.PReport():
+                return self._report(entry, effect)
+            case table.PDone():
+                self._forget(entry, effect.outcome)
+        return []
+
+    def _submit(self, entry: _Entry) -> list[Effect]:
+        call = entry.call
+        assert call is not None
+        self._scheduler.submit(
+            SeqSpec(
+                seq_id=_seq_id(call.key), kind=SeqKind.PREFILL_ONLY, token_ids=call.token_ids,
+                num_prompt=len(call.token_ids) - call.num_forced, sampling=call.sampling,
+                arrival=entry.queued_at, use_prefix_cache=call.use_prefix_cache,
+                cache_salt=cache_salt(call.tenant), priority=call.priority,
+            )
+        )  # fmt: skip
+        return []
+
+    def _digest(self, entry: _Entry, hold: table.PHold) -> list[Effect]:
+        """A page's digest is computed once in its life, however often it is sent."""
+        known = self._digests.get(hold.page)
+        if known is None or known[0] != hold.index:
+            return [_compute(entry.session.key, hold)]
+        entry.todo.append(table.Digested(index=hold.index, page=hold.page, digest=known[1]))
+        return []
+
+    def remember_digest(self, index: int, page: PageName, digest: bytes) -> None:
+        """Keeps the digest of a full page for later transfers of the same page."""
+        self._digests[page] = (index, digest)
+
+    def _ledger(self, entry: _Entry) -> Ledger:
+        total = len(entry.call.token_ids) if entry.call else 0
+        return Ledger(
+            prefill_worker=self._ctx.worker_id,
+            prefill_computed_tokens=total - entry.hit_tokens,
+            prefill_cached_tokens=entry.hit_tokens,
+            prefill_queue_s=max(0.0, entry.started_at - entry.queued_at),
+            prefill_compute_s=max(0.0, entry.done_at - entry.started_at),
+            num_retractions=entry.num_preempted,
+        )
+
+    def _with_ledger(self, entry: _Entry, message: TransferMessage) -> TransferMessage:
+        return replace(message, ledger=self._ledger(entry)) if isinstance(message, Finish) else message
+
+    def _report(self, entry: _Entry, effect: table.PReport) -> list[Effect]:
+        if entry.call is None:
+            return []
+        key = entry.session.key
+        done = Prefilled(key=key, outcome=effect.outcome, detail=effect.detail, ledger=self._ledger(entry))
+        return [ToRouter(key=key, message=done)]
+
+    def _forget(self, entry: _Entry, outcome: Outcome) -> None:
+        key = entry.session.key
+        self._stones.put(key, outcome, entry.ticket_until)
+        self._entries.pop(key, None)
+        self._by_seq.pop(_seq_id(key), None)
+        if self._live.get(key.request_id) is entry:
+            del self._live[key.request_id]
+
+
+def _seq_id(key: Key) -> str:
+    return f"{PREFIX}{key}"
+
+
+def _is_peer(entry: _Entry, peer: str, incarnation: int) -> bool:
+    return entry.peer == peer and entry.peer_incarnation == incarnation
+
+
+def _refused(key: Key, reason: Refusal, detail: str) -> ToRouter:
+    return ToRouter(key=key, message=Refused(key=key, reason=reason, detail=detail))
+
+
+def _to_peer(peer: str, incarnation: int, message: TransferMessage) -> ToPeer:
+    return ToPeer(peer=peer, incarnation=incarnation, message=message)
+
+
+def _compute(key: Key, page: table.PHold | table.PRehash) -> ComputeDigest:
+    return ComputeDigest(key=key, index=page.index, page=page.page, valid_rows=page.valid_rows)
