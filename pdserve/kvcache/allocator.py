@@ -1,0 +1,236 @@
+"""States, holders and generations of pages (protocol.md §2). Pure accounting: no memory, no caching policy.
+
+free --take--> reserved --fill--> filling --seal--> sealed
+  ^---------------- last holder dropped ---------------'   (generation + 1)
+any held page whose holders are I/O pins only: retiring.  quarantine: for good, in this incarnation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import NamedTuple
+
+from pdserve.errors import InternalError
+from pdserve.types import PageName
+
+
+class HolderKind(StrEnum):
+    """Who may hold a page."""
+
+    REQUEST = "request"
+    TRANSFER = "transfer"
+    CACHE = "cache"
+    IO = "io"
+
+
+class Holder(NamedTuple):
+    """One reason why a page is not free. Equal holders are one: holding or dropping twice has no effect."""
+
+    kind: HolderKind
+    id: str
+
+
+CACHE = Holder(HolderKind.CACHE, "prefix")
+"""The prefix index's holder; only `PageManager.publish` and eviction use it."""
+_QUARANTINE = Holder(HolderKind.IO, "quarantine")
+_NOBODY: frozenset[Holder] = frozenset()
+
+
+class PageState(StrEnum):
+    """A page's one primary state; the states add up to the pool."""
+
+    FREE = "free"
+    RESERVED = "reserved"
+    FILLING = "filling"
+    SEALED = "sealed"
+    RETIRING = "retiring"
+    QUARANTINED = "quarantined"
+
+
+class PageAllocator:
+    """Owns the state of every page of one pool. Only the control thread's `PageManager` calls it.
+
+    Misuse (holding a free page, sealing one that is not filling, …) raises InternalError and changes nothing.
+    """
+
+    def __init__(self, num_pages: int, pool_id: int) -> None:
+        if num_pages < 1:
+            raise ValueError("num_pages must be at least 1")
+        self.num_pages = num_pages
+        self.pool_id = pool_id
+        self._state = [PageState.FREE] * num_pages
+        self._holders: list[set[Holder]] = [set() for _ in range(num_pages)]
+        self._generation = [0] * num_pages
+        self._valid_rows = [0] * num_pages
+        self._counts = dict.fromkeys(PageState, 0)
+        self._counts[PageState.FREE] = num_pages
+        # Last freed, first taken: warm caches, and memory that was never touched stays untouched.
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._pages_of: dict[Holder, dict[int, None]] = {}
+        self._changed: dict[int, None] = {}
+
+    # ---- changes -------------------------------------------------------------------------------------
+
+    def take(self, n: int, holder: Holder) -> tuple[int, ...] | None:
+        """Turns n free pages into reserved pages of `holder`; None (and no change) when fewer are free."""
+        _require(holder.kind in (HolderKind.REQUEST, HolderKind.TRANSFER), "only owners take pages")
+        if n > len(self._free):
+            return None
+        pages = tuple(self._free.pop() for _ in range(n))
+        for page in pages:
+            self._move(page, PageState.RESERVED)
+            self._add(page, holder)
+        return pages
+
+    def fill(self, page: int) -> None:
+        """reserved → filling: rows are about to be written. No effect on a filling or quarantined page."""
+        state = self._state[page]
+        _require(state in _FILLABLE, "only a reserved page can be filled")
+        if state is PageState.RESERVED:
+            self._move(page, PageState.FILLING)
+
+    def seal(self, page: int, valid_rows: int) -> None:
+        """filling → sealed with `valid_rows` rows that count. A quarantined page stays quarantined."""
+        state = self._state[page]
+        _require(state in _SEALABLE, "only a filling page can be sealed")
+        _require(valid_rows > 0, "a sealed page has rows")
+        self._valid_rows[page] = valid_rows
+        if state is PageState.FILLING:
+            self._move(page, PageState.SEALED)
+
+    def hold(self, page: int, holder: Holder) -> None:
+        """Adds a holder; again: no effect. A free or retiring page can not be held any more."""
+        state = self._state[page]
+        _require(state not in _UNHOLDABLE, "a free or retiring page can not be held")
+        _require(
+            holder.kind is not HolderKind.CACHE or state is PageState.SEALED, "only sealed pages are cached"
+        )
+        self._add(page, holder)
+
+    def drop(self, page: int, holder: Holder) -> None:
+        """Removes a holder; again: no effect. The last one frees the page, and its generation rises."""
+        held = self._holders[page]
+        if holder not in held or holder == _QUARANTINE:
+            return
+        held.remove(holder)
+        self._forget(page, holder)
+        if not held:
+            self._release(page)
+        elif self._state[page] is not PageState.QUARANTINED and _only_pins(held):
+            self._move(page, PageState.RETIRING)
+
+    def quarantine(self, page: int) -> None:
+        """Takes a held page out of use for this incarnation: its I/O did not end. It never becomes free."""
+        _require(self._state[page] is not PageState.FREE, "a free page has nothing to quarantine")
+        self._move(page, PageState.QUARANTINED)
+        self._add(page, _QUARANTINE)
+
+    def changed_generations(self) -> list[tuple[int, int]]:
+        """(page, generation) of pages freed since the last call. The driver writes them into the mapped
+        header before anything writes new bytes into any page."""
+        changed = [(page, self._generation[page]) for page in self._changed]
+        self._changed.clear()
+        return changed
+
+    # ---- questions -----------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def state(self, page: int) -> PageState:
+        return self._state[page]
+
+    def holders(self, page: int) -> frozenset[Holder]:
+        return frozenset(self._holders[page])
+
+    def generation(self, page: int) -> int:
+        return self._generation[page]
+
+    def valid_rows(self, page: int) -> int:
+        """Rows that count in a sealed page; 0 before it is sealed."""
+        return self._valid_rows[page]
+
+    def name(self, page: int) -> PageName:
+        return PageName(pool_id=self.pool_id, page=page, generation=self._generation[page])
+
+    def pages_of(self, holder: Holder) -> tuple[int, ...]:
+        """Pages of one holder, in the order in which it came to hold them."""
+        return tuple(self._pages_of.get(holder, ()))
+
+    def evictable(self, page: int) -> bool:
+        """Sealed, and nobody but the prefix cache holds it."""
+        held = self._holders[page]
+        return self._state[page] is PageState.SEALED and len(held) == 1 and CACHE in held
+
+    def counts(self) -> dict[PageState, int]:
+        """Pages by state; the values add up to num_pages."""
+        return dict(self._counts)
+
+    def check_integrity(self) -> str:
+        """Proves states, holders, counts and the free list against each other; "" when good. O(pool)."""
+        for page in range(self.num_pages):
+            if problem := self._page_problem(page):
+                return f"page {page}: {problem}"
+        tally = dict.fromkeys(PageState, 0)
+        for state in self._state:
+            tally[state] += 1
+        free = sorted(page for page in range(self.num_pages) if self._state[page] is PageState.FREE)
+        if tally != self._counts or sorted(self._free) != free:
+            return "counts or free list differ from the states"
+        pairs = {(page, holder) for holder, pages in self._pages_of.items() for page in pages}
+        held = {(page, holder) for page in range(self.num_pages) for holder in self._holders[page]}
+        return "" if pairs == held and all(self._pages_of.values()) else "holder table differs from the pages"
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _page_problem(self, page: int) -> str:
+        state, held = self._state[page], self._holders[page]
+        if (state is PageState.FREE) != (not held):
+            return "free if and only if nobody holds it"
+        if state is PageState.QUARANTINED:
+            return "" if _QUARANTINE in held else "quarantined without its holder"
+        if (state is PageState.RETIRING) != (bool(held) and _only_pins(held)):
+            return "retiring if and only if pins alone hold it"
+        if CACHE in held and state is not PageState.SEALED:
+            return "cached but not sealed"
+        if (state is PageState.SEALED) and not self._valid_rows[page]:
+            return "sealed without rows"
+        return ""
+
+    def _move(self, page: int, state: PageState) -> None:
+        self._counts[self._state[page]] -= 1
+        self._counts[state] += 1
+        self._state[page] = state
+
+    def _add(self, page: int, holder: Holder) -> None:
+        self._holders[page].add(holder)
+        self._pages_of.setdefault(holder, {})[page] = None
+
+    def _forget(self, page: int, holder: Holder) -> None:
+        pages = self._pages_of[holder]
+        del pages[page]
+        if not pages:
+            del self._pages_of[holder]
+
+    def _release(self, page: int) -> None:
+        self._move(page, PageState.FREE)
+        self._valid_rows[page] = 0
+        self._generation[page] += 1
+        self._changed[page] = None
+        self._free.append(page)
+
+
+_FILLABLE = frozenset({PageState.RESERVED, PageState.FILLING, PageState.QUARANTINED})
+_SEALABLE = frozenset({PageState.FILLING, PageState.QUARANTINED})
+_UNHOLDABLE = frozenset({PageState.FREE, PageState.RETIRING})
+
+
+def _only_pins(held: Iterable[Holder]) -> bool:
+    return all(holder.kind is HolderKind.IO for holder in held)
+
+
+def _require(good: bool, rule: str) -> None:
+    if not good:
+        raise InternalError(f"page accounting: {rule}")

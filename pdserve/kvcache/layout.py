@@ -1,0 +1,80 @@
+"""How one KV page is laid out, and what KV costs. Sizes only: no memory lives here (see `pool`).
+
+A page is one extent of all layers, K and V: [num_layers, 2, part], where a part is one layer's K or V of
+`page_size` rows. The order inside a part is the attention kernel's choice, named by `inner`; everybody
+else treats a page as opaque bytes with a fingerprint (architecture.md §5).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+PAGE_ALIGN_BYTES = 4096
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def pages_for(rows: int, page_size: int) -> int:
+    """Number of pages of `page_size` rows that hold `rows` rows."""
+    return -(-rows // page_size)
+
+
+def kv_bytes(
+    *, batch: int, length: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype_bytes: int
+) -> int:
+    """The field's formula: bytes of keys and values of `batch` sequences of `length` tokens each."""
+    return batch * num_layers * num_kv_heads * head_dim * 2 * dtype_bytes * length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageLayout:
+    """Shape of every page of a pool.
+
+    page_size: rows (tokens) per page. dtype: "float32" or "bfloat16". inner: name of the order inside a part.
+    Raises ValueError for a size below 1 or an unknown dtype.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+    inner: str
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}")
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of one element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def part_elems(self) -> int:
+        """Elements of one layer's K or V in a page."""
+        return self.num_kv_heads * self.page_size * self.head_dim
+
+    @property
+    def page_elems(self) -> int:
+        """Elements of a page's payload."""
+        return self.num_layers * 2 * self.part_elems
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page's payload."""
+        return self.page_elems * self.dtype_bytes
+
+    @property
+    def stride_bytes(self) -> int:
+        """Bytes from one page to the next: the payload rounded up to 4 KiB."""
+        return -(-self.page_bytes // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
+
+    def fingerprint(self) -> str:
+        """32 hex digits; equal exactly for layouts whose pages mean the same bytes."""
+        sizes = (self.num_layers, self.num_kv_heads, self.head_dim, self.page_size)
+        text = "|".join(("pdserve-page-1", *map(str, sizes), self.dtype, self.inner))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,166 @@
+"""The one manager of a worker's KV pages: allocator and prefix index behind one set of rules. Pure.
+
+Only the control thread calls it. Rows and bytes are not its business: the scheduler and the transfer
+sessions decide who holds what, and whoever drives the pool copies `changed_generations()` into the mapped
+header after every batch of calls, before any byte of a page is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.kvcache.allocator import CACHE, Holder, HolderKind, PageAllocator, PageState
+from pdserve.kvcache.prefix import PrefixIndex
+from pdserve.types import PageName
+
+
+class PageManager:
+    """Pages of one pool. available = free + evictable; the pool is idle when that is all of it."""
+
+    def __init__(self, num_pages: int, pool_id: int) -> None:
+        self.allocator = PageAllocator(num_pages, pool_id)
+        self.index = PrefixIndex()
+
+    # ---- counts --------------------------------------------------------------------------------------
+
+    @property
+    def num_pages(self) -> int:
+        return self.allocator.num_pages
+
+    @property
+    def num_free(self) -> int:
+        return self.allocator.num_free
+
+    @property
+    def num_evictable(self) -> int:
+        """Sealed pages that nobody but the prefix cache holds."""
+        return self.index.num_evictable
+
+    @property
+    def available(self) -> int:
+        """Pages that `reserve` can hand out."""
+        return self.allocator.num_free + self.index.num_evictable
+
+    @property
+    def idle(self) -> bool:
+        """Nobody but the cache holds anything (protocol.md §2)."""
+        return self.available == self.num_pages
+
+    def counts(self) -> dict[PageState, int]:
+        """Pages by state; the values add up to num_pages."""
+        return self.allocator.counts()
+
+    def state(self, page: int) -> PageState:
+        return self.allocator.state(page)
+
+    def holders(self, page: int) -> frozenset[Holder]:
+        return self.allocator.holders(page)
+
+    def generation(self, page: int) -> int:
+        return self.allocator.generation(page)
+
+    def name(self, page: int) -> PageName:
+        return self.allocator.name(page)
+
+    def pages_of(self, holder: Holder) -> tuple[int, ...]:
+        """Pages of one holder, in the order in which it came to hold them."""
+        return self.allocator.pages_of(holder)
+
+    def changed_generations(self) -> list[tuple[int, int]]:
+        """Drains (page, generation) of pages freed since the last call, for the mapped header."""
+        return self.allocator.changed_generations()
+
+    # ---- taking and giving back ----------------------------------------------------------------------
+
+    def reserve(self, n: int, holder: Holder, *, keep_back: int = 0) -> tuple[int, ...] | None:
+        """n reserved pages, evicting the least recently used cached ones as needed. None, and no change,
+        when fewer than n + keep_back pages are available."""
+        if self.available < n + keep_back:
+            return None
+        while self.allocator.num_free < n:
+            self._uncache(self.index.pop_victims())
+        return self.allocator.take(n, holder)
+
+    def match(self, keys: Sequence[bytes]) -> tuple[int, ...]:
+        """Pages of the longest cached prefix of `keys`; holds nothing."""
+        return self.index.match(keys)
+
+    def match_and_hold(self, keys: Sequence[bytes], holder: Holder) -> tuple[int, ...]:
+        """Pages of the longest cached prefix of `keys`, now held by `holder` too."""
+        pages = self.index.match(keys)
+        for page in pages:
+            self.hold(page, holder)
+        return pages
+
+    def hold(self, page: int, holder: Holder) -> None:
+        """Adds a holder; again: no effect. Raises InternalError for a free or retiring page."""
+        if holder.kind is HolderKind.CACHE:
+            raise ValueError("the cache's holder comes with publish")
+        self.allocator.hold(page, holder)
+        self.index.acquire(page)
+
+    def drop(self, page: int, holder: Holder) -> None:
+        """Removes a holder; again: no effect. The last one frees the page."""
+        if holder.kind is HolderKind.CACHE:
+            raise ValueError("the cache's holder goes with unpublish or eviction")
+        self.allocator.drop(page, holder)
+        if not self.index.evictable(page) and self.allocator.evictable(page):
+            self.index.release(page)
+
+    def drop_all(self, holder: Holder) -> tuple[int, ...]:
+        """Drops a holder everywhere; returns the pages it held. I/O pins have ids of their own and stay."""
+        pages = self.allocator.pages_of(holder)
+        for page in reversed(pages):
+            self.drop(page, holder)
+        return pages
+
+    # ---- states --------------------------------------------------------------------------------------
+
+    def fill(self, page: int) -> None:
+        """reserved → filling: rows are about to be written."""
+        self.allocator.fill(page)
+
+    def seal(self, page: int, valid_rows: int) -> None:
+        """filling → sealed: full, or a tail with `valid_rows` rows; immutable from now on."""
+        self.allocator.seal(page, valid_rows)
+
+    def quarantine(self, page: int) -> None:
+        """Takes a held page out of use for good; it and its successors leave the cache."""
+        self.unpublish_chain(page)
+        self.allocator.quarantine(page)
+
+    # ---- prefix cache --------------------------------------------------------------------------------
+
+    def publish(self, page: int, key: bytes, parent_key: bytes | None) -> bool:
+        """Offers a full sealed page to the prefix cache, chained after `parent_key` (None: first page).
+
+        False, and no change, when the key is there already, its parent is not, or the page is not sealed
+        (quarantined meanwhile): the caller keeps a private page.
+        """
+        if self.allocator.state(page) is not PageState.SEALED or page in self.index:
+            return False
+        if not self.index.publish(key, parent_key, page):
+            return False
+        self.allocator.hold(page, CACHE)
+        return True
+
+    def unpublish_chain(self, page: int) -> tuple[int, ...]:
+        """Takes a page and all pages chained after it out of the cache; returns them, () if not published."""
+        pages = self.index.unpublish_chain(page)
+        self._uncache(pages)
+        return pages
+
+    def check_integrity(self) -> str:
+        """ "" when every rule of protocol.md §2 holds, else the first thing that is wrong. O(pool)."""
+        if problem := self.allocator.check_integrity() or self.index.check_integrity():
+            return problem
+        for page in range(self.num_pages):
+            if (page in self.index) != (CACHE in self.allocator.holders(page)):
+                return f"page {page}: published if and only if the cache holds it"
+            if self.index.evictable(page) != self.allocator.evictable(page):
+                return f"page {page}: evictable if and only if sealed and the cache alone holds it"
+        return ""
+
+    def _uncache(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self.allocator.drop(page, CACHE)
