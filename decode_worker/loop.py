@@ -7,24 +7,22 @@ sockets, tensors and threads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from pdserve.kvcache.manager import PageManager
 from pdserve.sched.scheduler import StepScheduler
 
+from decode_worker.entry import Entry, Read
 from decode_worker.reserve import Reservation, reserve
 from kvtransfer import ticket
-from kvtransfer.effects import CancelRead, Count, Dial, Effect, StartRead, ToPeer, ToRouter
+from kvtransfer.effects import AnswerDecode, CancelRead, Count, Dial, Effect, StartRead, ToPrefiller
 from kvtransfer.session import decode_events as table
 from kvtransfer.session.decode import DecodeSession
 from kvtransfer.session.guard import RoleContext, Tombstones, check_call
 from kvtransfer.transport import ReadStatus
-from pdserve.kvcache.allocator import Holder, HolderKind
+from pdserve.kvcache.allocator import Holder, HolderKind, PageState
+from pdserve.kvcache.manager import PageManager
 from pdserve.messages import (
     Abort,
     Announce,
     Commit,
-    Ended,
     Finish,
     Outcome,
     Refusal,
@@ -46,43 +44,9 @@ from pdserve.sched.plan import (
     Started,
     TokenSampled,
 )
-from pdserve.types import HandoverMode, Key, Ledger, PeerRef, TransferStats, Usage
+from pdserve.types import HandoverMode, Key
 
 PREFIX = "D:"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Entry:
-    """One key: its session, the router's call, its pages, and what the ledger needs."""
-
-    session: DecodeSession
-    call: Reserve
-    held: Reservation
-    ticket_until: float
-    accepted_at: float
-    finish: Finish | None = None
-    local_start: int | None = None
-    local_hits: int = 0
-    num_retractions: int = 0
-    num_tokens: int = 0
-    moved_pages: int = 0
-    path: str = ""
-    resent: int = 0
-    announced_at: float = 0.0
-    running_at: float = 0.0
-    missed: int = 0
-    todo: list[table.DEvent] = field(default_factory=list)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Read:
-    """One page read in flight."""
-
-    entry: _Entry
-    index: int
-    page: int
-    started_at: float
-    quarantined: bool = False
 
 
 class DecodeRole:
@@ -101,10 +65,10 @@ class DecodeRole:
         self._pages = pages
         self._scheduler = scheduler
         self._page_bytes = page_bytes
-        self._live: dict[str, _Entry] = {}  # newest key of each request
-        self._entries: dict[Key, _Entry] = {}  # those and superseded ones that are not quiet yet
-        self._by_seq: dict[str, _Entry] = {}
-        self._reads: dict[int, _Read] = {}
+        self._live: dict[str, Entry] = {}  # newest key of each request
+        self._entries: dict[Key, Entry] = {}  # those and superseded ones that are not quiet yet
+        self._by_seq: dict[str, Entry] = {}
+        self._reads: dict[int, Read] = {}
         self._next_read = 1
         self._renew_at = float("inf")
         self._stones = Tombstones()
@@ -149,7 +113,7 @@ class DecodeRole:
             return [*out, _refused(call.key, Refusal.FULL, "too many requests wait here", retry_after_s=0.2)]
         held = reserve(self._ctx, self._pages, call, _seq_id(call.key))
         if isinstance(held, Refused):
-            return [*out, ToRouter(key=call.key, message=held)]
+            return [*out, AnswerDecode(key=call.key, message=held)]
         return out + self._accept(call, held, facts, now)
 
     def cancel(self, key: Key, now: float) -> tuple[Outcome, list[Effect]]:
@@ -184,7 +148,7 @@ class DecodeRole:
         entry = self._entries.get(message.key)
         if entry is None:
             return self._unknown(peer, incarnation, message)
-        if not _is_peer(entry.call.prefill, peer, incarnation):
+        if not entry.is_peer(peer, incarnation):
             return []
         if isinstance(message, Finish):
             entry.finish = message
@@ -246,14 +210,14 @@ class DecodeRole:
         self, call: Reserve, held: Reservation, facts: ticket.TicketFacts, now: float
     ) -> list[Effect]:
         session = DecodeSession(key=call.key, lease_s=self._ctx.lease_s)
-        entry = _Entry(
+        entry = Entry(
             session=session, call=call, held=held, ticket_until=facts.decode_expires, accepted_at=now
         )
         self._live[call.key.request_id] = self._entries[call.key] = entry
         self._by_seq[_seq_id(call.key)] = entry
         hit_tokens = held.hit_pages * self._ctx.page_size
         answer = Reserved(key=call.key, mode=held.mode, hit_tokens=hit_tokens)
-        out: list[Effect] = [ToRouter(key=call.key, message=answer)]
+        out: list[Effect] = [AnswerDecode(key=call.key, message=answer)]
         if held.mode is HandoverMode.DISAGGREGATED:
             assert call.prefill is not None
             out.append(Dial(peer=call.prefill))
@@ -272,7 +236,7 @@ class DecodeRole:
         reply: TransferMessage = Abort(key=message.key, outcome=recorded or Outcome.UNKNOWN)
         if recorded is Outcome.COMPLETE:
             reply = Commit(key=message.key)
-        return [ToPeer(peer=peer, incarnation=incarnation, message=reply)]
+        return [ToPrefiller(peer=peer, incarnation=incarnation, message=reply)]
 
     def _renew(self, now: float) -> list[Effect]:
         """One Renew per prefill worker with the keys that are still pulled from it."""
@@ -282,13 +246,15 @@ class DecodeRole:
                 peer = entry.call.prefill
                 by_peer.setdefault((peer.worker_id, peer.incarnation), []).append(key)
         self._renew_at = now + self._ctx.lease_s / 3 if by_peer else float("inf")
-        return [ToPeer(peer=p, incarnation=i, message=Renew(keys=tuple(k))) for (p, i), k in by_peer.items()]
+        return [
+            ToPrefiller(peer=p, incarnation=i, message=Renew(keys=tuple(k))) for (p, i), k in by_peer.items()
+        ]
 
     def _on_renewed(self, peer: str, incarnation: int, renew: Renew, now: float) -> list[Effect]:
         known = set(renew.keys)
         out: list[Effect] = []
         for key, entry in list(self._entries.items()):
-            if not entry.session.pulling or not _is_peer(entry.call.prefill, peer, incarnation):
+            if not entry.session.pulling or not entry.is_peer(peer, incarnation):
                 continue
             entry.missed = 0 if key in known else entry.missed + 1
             if key in known:
@@ -307,7 +273,7 @@ class DecodeRole:
                 out.append(Count(name="quarantined"))
         return out
 
-    def _run(self, entry: _Entry, event: table.DEvent, now: float) -> list[Effect]:
+    def _run(self, entry: Entry, event: table.DEvent, now: float) -> list[Effect]:
         """Steps a session and carries its effects out, with the events these make in turn."""
         out: list[Effect] = []
         entry.todo.append(event)
@@ -316,7 +282,7 @@ class DecodeRole:
                 out += self._do(entry, effect, now)
         return out
 
-    def _do(self, entry: _Entry, effect: table.DEffect, now: float) -> list[Effect]:
+    def _do(self, entry: Entry, effect: table.DEffect, now: float) -> list[Effect]:
         key = entry.session.key
         match effect:
             case table.DSend():
@@ -336,9 +302,9 @@ class DecodeRole:
             case table.DEmit():
                 entry.num_tokens += 1
                 token = Token(key=key, index=effect.index, token_id=effect.token_id)
-                return [ToRouter(key=key, message=token)]
+                return [AnswerDecode(key=key, message=token)]
             case table.DEnd():
-                return [ToRouter(key=key, message=self._ended(entry, effect, now))]
+                return [AnswerDecode(key=key, message=entry.ended(effect, self._ctx, self._page_bytes, now))]
             case table.DStopCompute():
                 if not self._scheduler.has(_seq_id(key)) or self._scheduler.cancel(_seq_id(key)):
                     entry.todo.append(table.ComputeQuiet())
@@ -346,13 +312,13 @@ class DecodeRole:
                 self._release(entry, effect.outcome)
         return []
 
-    def _send(self, entry: _Entry, message: TransferMessage) -> list[Effect]:
+    def _send(self, entry: Entry, message: TransferMessage) -> list[Effect]:
         peer = entry.call.prefill
         if peer is None:
             return []
-        return [ToPeer(peer=peer.worker_id, incarnation=peer.incarnation, message=message)]
+        return [ToPrefiller(peer=peer.worker_id, incarnation=peer.incarnation, message=message)]
 
-    def _start_read(self, entry: _Entry, announce: Announce, now: float) -> list[Effect]:
+    def _start_read(self, entry: Entry, announce: Announce, now: float) -> list[Effect]:
         peer = entry.call.prefill
         assert peer is not None
         if not entry.held.expects(announce):
@@ -363,9 +329,10 @@ class DecodeRole:
         entry.announced_at = entry.announced_at or now
         read_id, page = self._next_read, entry.held.pages[announce.index]
         self._next_read += 1
-        self._reads[read_id] = _Read(entry=entry, index=announce.index, page=page, started_at=now)
+        self._reads[read_id] = Read(entry=entry, index=announce.index, page=page, started_at=now)
         self._pages.hold(page, Holder(HolderKind.IO, f"read:{read_id}"))
-        self._pages.fill(page)
+        if self._pages.state(page) is PageState.RESERVED:
+            self._pages.fill(page)
         return [
             StartRead(
                 read_id=read_id,
@@ -380,7 +347,7 @@ class DecodeRole:
             )
         ]
 
-    def _publish(self, entry: _Entry) -> None:
+    def _publish(self, entry: Entry) -> None:
         """Seals the full prompt pages that came by wire and offers them to the prefix cache."""
         held = entry.held
         for index in range(held.hit_pages, len(held.full_keys)):
@@ -389,20 +356,20 @@ class DecodeRole:
                 parent = held.full_keys[index - 1] if index else None
                 self._pages.publish(held.pages[index], held.full_keys[index], parent)
 
-    def _submit(self, entry: _Entry, *, first: int) -> None:
+    def _submit(self, entry: Entry, *, first: int) -> None:
         num_tokens = len(entry.call.token_ids)
         tokens = (*entry.call.token_ids, first)
         self._scheduler.submit(
             self._spec(entry, tokens, num_computed=num_tokens, num_shared=len(entry.held.full_keys))
         )
 
-    def _submit_local(self, entry: _Entry, verified_pages: int) -> None:
+    def _submit_local(self, entry: Entry, verified_pages: int) -> None:
         tokens = entry.call.token_ids
         done = min(verified_pages * self._ctx.page_size, len(tokens) - 1)
         entry.local_start = done
         self._scheduler.submit(self._spec(entry, tokens, num_computed=done, num_shared=entry.held.hit_pages))
 
-    def _spec(self, entry: _Entry, tokens: tuple[int, ...], *, num_computed: int, num_shared: int) -> SeqSpec:
+    def _spec(self, entry: Entry, tokens: tuple[int, ...], *, num_computed: int, num_shared: int) -> SeqSpec:
         call = entry.call
         return SeqSpec(
             seq_id=_seq_id(call.key), kind=SeqKind.FULL, token_ids=tokens,
@@ -412,44 +379,7 @@ class DecodeRole:
             priority=call.priority,
         )  # fmt: skip
 
-    def _ended(self, entry: _Entry, end: table.DEnd, now: float) -> Ended:
-        ledger = self._ledger(entry, now)
-        cached = max(ledger.decode_hit_tokens, ledger.prefill_cached_tokens)
-        num_prompt = len(entry.call.token_ids) - entry.call.num_forced
-        usage = Usage(
-            prompt_tokens=num_prompt, cached_tokens=min(cached, num_prompt),
-            completion_tokens=entry.call.num_forced + entry.num_tokens,
-        )  # fmt: skip
-        return Ended(
-            key=entry.session.key, finish=end.finish, error_label=end.label, error_message=end.message,
-            retryable=end.retryable, usage=usage, ledger=ledger,
-        )  # fmt: skip
-
-    def _ledger(self, entry: _Entry, now: float) -> Ledger:
-        base = entry.finish.ledger if entry.finish else Ledger()
-        held = entry.held
-        hits = held.hit_pages * self._ctx.page_size
-        local = 0
-        if entry.local_start is not None:
-            hits = max(hits, entry.local_hits)
-            local = len(entry.call.token_ids) - max(entry.local_start, entry.local_hits)
-        started = entry.announced_at or entry.running_at
-        moved = TransferStats(
-            path=entry.path, pages=entry.moved_pages,
-            bytes=entry.moved_pages * self._page_bytes, hit_pages=held.hit_pages, resent_pages=entry.resent,
-        )  # fmt: skip
-        return Ledger(
-            prefill_worker=base.prefill_worker, decode_worker=self._ctx.worker_id,
-            prefill_computed_tokens=base.prefill_computed_tokens,
-            prefill_cached_tokens=base.prefill_cached_tokens,
-            decode_computed_prompt_tokens=local, decode_hit_tokens=hits,
-            prefill_queue_s=base.prefill_queue_s, prefill_compute_s=base.prefill_compute_s,
-            transfer_s=max(0.0, entry.running_at - started) if entry.running_at else 0.0,
-            decode_s=now - entry.running_at if entry.running_at else 0.0,
-            num_retractions=entry.num_retractions + base.num_retractions, transfer=moved,
-        )  # fmt: skip
-
-    def _release(self, entry: _Entry, outcome: Outcome) -> None:
+    def _release(self, entry: Entry, outcome: Outcome) -> None:
         key = entry.session.key
         self._pages.drop_all(Holder(HolderKind.REQUEST, _seq_id(key)))
         self._stones.put(key, outcome, entry.ticket_until)
@@ -468,10 +398,6 @@ def _seq_id(key: Key) -> str:
     return f"{PREFIX}{key}"
 
 
-def _is_peer(ref: PeerRef | None, peer: str, incarnation: int) -> bool:
-    return ref is not None and ref.worker_id == peer and ref.incarnation == incarnation
-
-
-def _refused(key: Key, reason: Refusal, detail: str, *, retry_after_s: float = 0.0) -> ToRouter:
+def _refused(key: Key, reason: Refusal, detail: str, *, retry_after_s: float = 0.0) -> AnswerDecode:
     refused = Refused(key=key, reason=reason, detail=detail, retry_after_s=retry_after_s)
-    return ToRouter(key=key, message=refused)
+    return AnswerDecode(key=key, message=refused)

@@ -14,8 +14,8 @@ from pdserve.types import Key, PageName, PeerRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToPeer:
-    """Send a message to a worker over the exchange stream of that pair. May be lost; timers repeat."""
+class ToDecoder:
+    """The prefill role sends to a decode worker over the pair's exchange stream. May be lost; repeated."""
 
     peer: str
     incarnation: int
@@ -23,11 +23,28 @@ class ToPeer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToRouter:
-    """Answer the router's open call for this key. Ended, Refused and Prefilled close the call."""
+class ToPrefiller:
+    """The decode role sends to a prefill worker over the pair's exchange stream. May be lost; repeated."""
+
+    peer: str
+    incarnation: int
+    message: TransferMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerPrefill:
+    """The prefill role answers the router's open Prefill call for this key; that closes it."""
 
     key: Key
-    message: Reserved | Refused | Token | Ended | Prefilled
+    message: Refused | Prefilled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerDecode:
+    """The decode role answers the router's open Reserve call for this key; Refused and Ended close it."""
+
+    key: Key
+    message: Reserved | Refused | Token | Ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,4 +108,16 @@ class Count:
     amount: int = 1
 
 
-Effect = ToPeer | ToRouter | Dial | StartRead | CancelRead | ComputeDigest | RunStep | SetGenerations | Count
+Effect = (
+    ToDecoder
+    | ToPrefiller
+    | AnswerPrefill
+    | AnswerDecode
+    | Dial
+    | StartRead
+    | CancelRead
+    | ComputeDigest
+    | RunStep
+    | SetGenerations
+    | Count
+)

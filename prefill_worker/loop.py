@@ -6,19 +6,19 @@ page. What does not: the state table (`kvtransfer.session.prefill`), sockets, te
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from pdserve.kvcache.manager import PageManager
-from pdserve.kvcache.prefix import content_keys, tail_key
 from pdserve.sched.scheduler import StepScheduler
 
 from kvtransfer import ticket
-from kvtransfer.effects import ComputeDigest, Count, Effect, ToPeer, ToRouter
+from kvtransfer.effects import AnswerPrefill, ComputeDigest, Count, Effect, ToDecoder
 from kvtransfer.session import prefill_events as table
 from kvtransfer.session.guard import RoleContext, Tombstones, cache_salt, check_call
 from kvtransfer.session.prefill import PrefillSession
 from pdserve.errors import PermissionRefused
 from pdserve.kvcache.allocator import Holder, HolderKind
+from pdserve.kvcache.manager import PageManager
+from pdserve.kvcache.prefix import content_keys, tail_key
 from pdserve.messages import (
     Abort,
     Ack,
@@ -46,28 +46,10 @@ from pdserve.sched.plan import (
     Started,
     TokenSampled,
 )
-from pdserve.types import Key, Ledger, PageName
+from pdserve.types import Key, PageName
+from prefill_worker.entry import Entry
 
 PREFIX = "P:"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Entry:
-    """One key: its session, the router's call once it came, and what the ledger needs."""
-
-    session: PrefillSession
-    peer: str
-    peer_incarnation: int
-    ticket_until: float
-    call: PrefillRequest | None = None
-    keys: tuple[bytes, ...] = ()
-    token: TokenSampled | None = None
-    hit_tokens: int = 0
-    num_preempted: int = 0
-    queued_at: float = 0.0
-    started_at: float = 0.0
-    done_at: float = 0.0
-    todo: list[table.PEvent] = field(default_factory=list)
 
 
 class PrefillRole:
@@ -77,11 +59,11 @@ class PrefillRole:
         self._ctx = ctx
         self._pages = pages
         self._scheduler = scheduler
-        self._live: dict[str, _Entry] = {}  # newest key of each request
-        self._entries: dict[Key, _Entry] = {}  # those and superseded ones that still compute
-        self._by_seq: dict[str, _Entry] = {}
+        self._live: dict[str, Entry] = {}  # newest key of each request
+        self._entries: dict[Key, Entry] = {}  # those and superseded ones that still compute
+        self._by_seq: dict[str, Entry] = {}
         self._stones = Tombstones()
-        self._digests: dict[PageName, tuple[int, bytes]] = {}
+        self._digests: dict[int, tuple[PageName, int, bytes]] = {}  # by page number
         self.draining = False
 
     # -- questions --------------------------------------------------------------------------------------
@@ -117,7 +99,7 @@ class PrefillRole:
             return [_refused(call.key, Refusal.BAD_TICKET, "the ticket is for another decode worker")]
         recorded = self._stones.answer(call.key)
         if recorded is not None:
-            return [ToRouter(key=call.key, message=Prefilled(key=call.key, outcome=recorded))]
+            return [AnswerPrefill(key=call.key, message=Prefilled(key=call.key, outcome=recorded))]
         out = self._supersede(call.key, now)
         entry = self._live.get(call.key.request_id)
         if entry is not None and entry.session.key > call.key:
@@ -154,7 +136,7 @@ class PrefillRole:
         if not isinstance(message, Ack | Nack | Commit | Abort):
             return []
         entry = self._entries.get(message.key)
-        if entry is None or not _is_peer(entry, peer, incarnation):
+        if entry is None or not entry.is_peer(peer, incarnation):
             return []
         return self._run(entry, message, now)
 
@@ -187,6 +169,8 @@ class PrefillRole:
 
     def digested(self, key: Key, index: int, page: PageName, digest: bytes, now: float) -> list[Effect]:
         """The answer to ComputeDigest."""
+        if self._pages.name(page.page) == page:
+            self._digests[page.page] = (page, index, digest)
         entry = self._entries.get(key)
         if entry is None:
             return []
@@ -198,28 +182,24 @@ class PrefillRole:
         due = [e for e in self._entries.values() if e.session.next_timer() <= now]
         return [effect for entry in due for effect in self._run(entry, table.Tick(), now)]
 
-    def forget_page(self, page: PageName) -> None:
-        """The page's generation is over; its digest is of no more use."""
-        self._digests.pop(page, None)
-
     # -- inside -----------------------------------------------------------------------------------------
 
-    def _no_room(self, call: PrefillRequest) -> ToRouter | None:
+    def _no_room(self, call: PrefillRequest) -> AnswerPrefill | None:
         if self.draining:
             return _refused(call.key, Refusal.DRAINING, "this worker takes no new requests")
         if self._ctx.num_pages(len(call.token_ids)) > self._pages.num_pages:
             return _refused(call.key, Refusal.NEVER_FITS, "the prompt does not fit this worker's page pool")
         return None
 
-    def _new(self, key: Key, peer: str, incarnation: int, facts: ticket.TicketFacts, now: float) -> _Entry:
+    def _new(self, key: Key, peer: str, incarnation: int, facts: ticket.TicketFacts, now: float) -> Entry:
         session = PrefillSession(key=key, lease_s=self._ctx.lease_s, lease_until=now + self._ctx.lease_s)
-        entry = _Entry(
+        entry = Entry(
             session=session, peer=peer, peer_incarnation=incarnation, ticket_until=facts.prefill_expires
         )
         self._live[key.request_id] = self._entries[key] = self._by_seq[_seq_id(key)] = entry
         return entry
 
-    def _attach(self, entry: _Entry, call: PrefillRequest, now: float) -> None:
+    def _attach(self, entry: Entry, call: PrefillRequest, now: float) -> None:
         entry.call = call
         entry.queued_at = now
         salt = cache_salt(call.tenant)
@@ -258,7 +238,7 @@ class PrefillRole:
                 abort = Abort(key=grant.key, outcome=Outcome.NEVER_STARTED, detail="draining")
                 return [*out, _to_peer(peer, incarnation, abort)]
             entry = self._new(grant.key, peer, incarnation, facts, now)
-        if entry.session.key != grant.key or not _is_peer(entry, peer, incarnation):
+        if entry.session.key != grant.key or not entry.is_peer(peer, incarnation):
             return out
         return out + self._run(entry, grant, now)
 
@@ -267,31 +247,31 @@ class PrefillRole:
         out: list[Effect] = []
         for key in renew.keys:
             entry = self._entries.get(key)
-            if entry is None or not _is_peer(entry, peer, incarnation):
+            if entry is None or not entry.is_peer(peer, incarnation):
                 continue
             known.append(key)
             out += self._run(entry, table.Renewed(), now)
         return [*out, _to_peer(peer, incarnation, Renew(keys=tuple(known), answer=True))]
 
-    def _sealed(self, entry: _Entry, event: PageReady) -> table.Sealed:
-        page = self._pages.allocator.name(event.page)
+    def _sealed(self, entry: Entry, event: PageReady) -> table.Sealed:
+        page = self._pages.name(event.page)
         return table.Sealed(
             index=event.index, page=page, valid_rows=event.valid_rows, content_key=entry.keys[event.index]
         )
 
-    def _on_started(self, entry: _Entry, event: Started, now: float) -> list[Effect]:
+    def _on_started(self, entry: Entry, event: Started, now: float) -> list[Effect]:
         if not entry.started_at:
             entry.started_at = now
             entry.hit_tokens = event.hit_tokens
         return self._run(entry, table.Scheduled(), now)
 
-    def _on_finished(self, entry: _Entry, event: SeqFinished, now: float) -> list[Effect]:
+    def _on_finished(self, entry: Entry, event: SeqFinished, now: float) -> list[Effect]:
         assert entry.token is not None
         entry.done_at = now
         first = table.FirstToken(index=entry.token.index, token_id=entry.token.token_id, finish=event.reason)
         return self._run(entry, first, now)
 
-    def _run(self, entry: _Entry, event: table.PEvent, now: float) -> list[Effect]:
+    def _run(self, entry: Entry, event: table.PEvent, now: float) -> list[Effect]:
         """Steps a session and carries its effects out, with the events these make in turn."""
         out: list[Effect] = []
         entry.todo.append(event)
@@ -300,7 +280,7 @@ class PrefillRole:
                 out += self._do(entry, effect, now)
         return out
 
-    def _do(self, entry: _Entry, effect: table.PEffect, now: float) -> list[Effect]:
+    def _do(self, entry: Entry, effect: table.PEffect, now: float) -> list[Effect]:
         key = entry.session.key
         match effect:
             case table.PSend():
@@ -313,7 +293,7 @@ class PrefillRole:
                 self._pages.hold(effect.page.page, Holder(HolderKind.TRANSFER, str(key)))
                 return self._digest(entry, effect)
             case table.PRehash():
-                self._digests.pop(effect.page, None)
+                self._digests.pop(effect.page.page, None)
                 return [_compute(key, effect)]
             case table.PDrop():
                 self._pages.drop(effect.page.page, Holder(HolderKind.TRANSFER, str(key)))
@@ -331,7 +311,7 @@ class PrefillRole:
                 self._forget(entry, effect.outcome)
         return []
 
-    def _submit(self, entry: _Entry) -> list[Effect]:
+    def _submit(self, entry: Entry) -> list[Effect]:
         call = entry.call
         assert call is not None
         self._scheduler.submit(
@@ -344,40 +324,31 @@ class PrefillRole:
         )  # fmt: skip
         return []
 
-    def _digest(self, entry: _Entry, hold: table.PHold) -> list[Effect]:
+    def _digest(self, entry: Entry, hold: table.PHold) -> list[Effect]:
         """A page's digest is computed once in its life, however often it is sent."""
-        known = self._digests.get(hold.page)
-        if known is None or known[0] != hold.index:
+        known = self._digests.get(hold.page.page)
+        if known is None or known[:2] != (hold.page, hold.index):
             return [_compute(entry.session.key, hold)]
-        entry.todo.append(table.Digested(index=hold.index, page=hold.page, digest=known[1]))
+        entry.todo.append(table.Digested(index=hold.index, page=hold.page, digest=known[2]))
         return []
 
-    def remember_digest(self, index: int, page: PageName, digest: bytes) -> None:
-        """Keeps the digest of a full page for later transfers of the same page."""
-        self._digests[page] = (index, digest)
-
-    def _ledger(self, entry: _Entry) -> Ledger:
-        total = len(entry.call.token_ids) if entry.call else 0
-        return Ledger(
-            prefill_worker=self._ctx.worker_id,
-            prefill_computed_tokens=total - entry.hit_tokens,
-            prefill_cached_tokens=entry.hit_tokens,
-            prefill_queue_s=max(0.0, entry.started_at - entry.queued_at),
-            prefill_compute_s=max(0.0, entry.done_at - entry.started_at),
-            num_retractions=entry.num_preempted,
+    def _with_ledger(self, entry: Entry, message: TransferMessage) -> TransferMessage:
+        return (
+            replace(message, ledger=entry.ledger(self._ctx.worker_id))
+            if isinstance(message, Finish)
+            else message
         )
 
-    def _with_ledger(self, entry: _Entry, message: TransferMessage) -> TransferMessage:
-        return replace(message, ledger=self._ledger(entry)) if isinstance(message, Finish) else message
-
-    def _report(self, entry: _Entry, effect: table.PReport) -> list[Effect]:
+    def _report(self, entry: Entry, effect: table.PReport) -> list[Effect]:
         if entry.call is None:
             return []
         key = entry.session.key
-        done = Prefilled(key=key, outcome=effect.outcome, detail=effect.detail, ledger=self._ledger(entry))
-        return [ToRouter(key=key, message=done)]
+        done = Prefilled(
+            key=key, outcome=effect.outcome, detail=effect.detail, ledger=entry.ledger(self._ctx.worker_id)
+        )
+        return [AnswerPrefill(key=key, message=done)]
 
-    def _forget(self, entry: _Entry, outcome: Outcome) -> None:
+    def _forget(self, entry: Entry, outcome: Outcome) -> None:
         key = entry.session.key
         self._stones.put(key, outcome, entry.ticket_until)
         self._entries.pop(key, None)
@@ -390,16 +361,12 @@ def _seq_id(key: Key) -> str:
     return f"{PREFIX}{key}"
 
 
-def _is_peer(entry: _Entry, peer: str, incarnation: int) -> bool:
-    return entry.peer == peer and entry.peer_incarnation == incarnation
+def _refused(key: Key, reason: Refusal, detail: str) -> AnswerPrefill:
+    return AnswerPrefill(key=key, message=Refused(key=key, reason=reason, detail=detail))
 
 
-def _refused(key: Key, reason: Refusal, detail: str) -> ToRouter:
-    return ToRouter(key=key, message=Refused(key=key, reason=reason, detail=detail))
-
-
-def _to_peer(peer: str, incarnation: int, message: TransferMessage) -> ToPeer:
-    return ToPeer(peer=peer, incarnation=incarnation, message=message)
+def _to_peer(peer: str, incarnation: int, message: TransferMessage) -> ToDecoder:
+    return ToDecoder(peer=peer, incarnation=incarnation, message=message)
 
 
 def _compute(key: Key, page: table.PHold | table.PRehash) -> ComputeDigest:

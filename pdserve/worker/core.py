@@ -67,15 +67,14 @@ class WorkerCore:
             role.draining = True
 
     def settle(self, effects: list[Effect], now: float) -> list[Effect]:
-        """Completes an input's effects: events they caused in the scheduler, then the next step if one can run."""
-        out = list(effects)
-        out += self._route(self.scheduler.drain_events(), now)
+        """Completes an input: events it caused in the scheduler, then the next step if one can run."""
+        out = effects + self._route(self.scheduler.drain_events(), now)
         if self._running is None:
             self._running = self.scheduler.plan()
             out += self._route(self.scheduler.drain_events(), now)
             if self._running is not None:
-                return [*out, *self._generations(), RunStep(plan=self._running)]
-        return [*out, *self._generations()]
+                out.append(RunStep(plan=self._running))
+        return self._generations() + out
 
     def step_done(self, result: StepResult, now: float) -> list[Effect]:
         """The running step ended; roles learn what it made and the next one is planned."""

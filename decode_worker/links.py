@@ -1,0 +1,130 @@
+"""Exchange streams from a decode worker to the prefill workers it pulls from.
+
+What lives here: dialling, reconnecting, sending and receiving envelopes. What does not: what they mean. A
+broken stream makes nothing happen by itself: leases and the router decide (protocol.md §3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+
+from decode_worker.loop import DecodeRole
+from kvtransfer.effects import Dial, ToPrefiller
+from kvtransfer.port import WorkerPort
+from pdserve.messages import Envelope, Renew, TransferMessage
+from pdserve.rpc import convert
+from pdserve.rpc.channel import open_channel
+from pdserve.rpc.v1 import transfer_pb2, transfer_pb2_grpc
+from pdserve.types import PeerRef
+
+log = logging.getLogger(__name__)
+
+MAX_OUTBOX = 16384
+FIRST_RETRY_S = 0.05
+LAST_RETRY_S = 1.0
+FORGET_AFTER = 20
+"""Failed tries in a row after which a peer is forgotten; a new Dial starts again."""
+
+
+class Links:
+    """All links of one decode worker, one per prefill worker and incarnation. Control thread only."""
+
+    def __init__(self, port: WorkerPort, role: DecodeRole) -> None:
+        self._port = port
+        self._role = role
+        self._links: dict[tuple[str, int], Link] = {}
+        port.on(Dial, self._dial)
+        port.on(ToPrefiller, self._send)
+
+    def _dial(self, effect: Dial) -> None:
+        peer = effect.peer
+        name = (peer.worker_id, peer.incarnation)
+        link = self._links.get(name)
+        if link is None or link.over:
+            self._links[name] = Link(self._port, self._role, peer)
+        for other in [n for n, link in self._links.items() if link.over]:
+            del self._links[other]
+
+    def _send(self, effect: ToPrefiller) -> None:
+        link = self._links.get((effect.peer, effect.incarnation))
+        if link is not None:
+            link.send(effect.message)
+
+    async def stop(self) -> None:
+        """Closes all links."""
+        await asyncio.gather(*(link.stop() for link in self._links.values()))
+        self._links.clear()
+
+
+class Link:
+    """One exchange stream, dialled again when it breaks. Messages sent meanwhile wait or, when full, are lost."""
+
+    def __init__(self, port: WorkerPort, role: DecodeRole, peer: PeerRef) -> None:
+        self._port = port
+        self._role = role
+        self._peer = peer
+        self._outbox: asyncio.Queue[TransferMessage] = asyncio.Queue(MAX_OUTBOX)
+        self._task = port.loop.create_task(self._run())
+
+    @property
+    def over(self) -> bool:
+        """Whether it has given up."""
+        return self._task.done()
+
+    def send(self, message: TransferMessage) -> None:
+        """Queues a message; lost when the queue is full (timers repeat it)."""
+        if not self._outbox.full():
+            self._outbox.put_nowait(message)
+
+    async def stop(self) -> None:
+        """Closes the stream."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _run(self) -> None:
+        failures = 0
+        channel = open_channel(self._peer.control)
+        try:
+            while failures < FORGET_AFTER:
+                try:
+                    stub = transfer_pb2_grpc.TransferServiceStub(channel)
+                    async for response in stub.Exchange(self._requests()):
+                        failures = 0
+                        self._receive(convert.envelope_from_pb(response.envelope))
+                except grpc.aio.AioRpcError as error:
+                    log.info("link to a prefill worker broke: %s", error.code().name)
+                    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                        return  # the peer is another incarnation by now
+                failures += 1
+                await asyncio.sleep(min(LAST_RETRY_S, FIRST_RETRY_S * 2**failures))
+        finally:
+            await channel.close()
+
+    async def _requests(self) -> AsyncIterator[transfer_pb2.ExchangeRequest]:
+        yield self._wrap(Renew(keys=(), answer=True))  # says who we are
+        while True:
+            yield self._wrap(await self._outbox.get())
+
+    def _wrap(self, message: TransferMessage) -> transfer_pb2.ExchangeRequest:
+        me = self._port.parts.context
+        envelope = Envelope(
+            sender=me.worker_id,
+            sender_incarnation=me.incarnation,
+            receiver_incarnation=self._peer.incarnation,
+            message=message,
+        )
+        return transfer_pb2.ExchangeRequest(envelope=convert.envelope_to_pb(envelope))
+
+    def _receive(self, envelope: Envelope) -> None:
+        me, peer = self._port.parts.context, self._peer
+        sender = (envelope.sender, envelope.sender_incarnation)
+        if envelope.receiver_incarnation != me.incarnation or sender != (peer.worker_id, peer.incarnation):
+            return
+        self._port.feed(lambda now: self._role.message(*sender, envelope.message, now))

@@ -1,0 +1,90 @@
+"""The decode worker's end of the data plane: one page reader per prefill worker, into our own pool.
+
+What lives here: readers and their completion. What does not: which pages to read (`decode_worker.loop`).
+"""
+
+from __future__ import annotations
+
+from decode_worker.loop import DecodeRole
+from kvtransfer.effects import CancelRead, Effect, StartRead
+from kvtransfer.port import WorkerPort, pick_transport
+from kvtransfer.transport import PageReader, ReadDone, ReaderConfig, ReadRequest, ReadStatus, transport
+from pdserve.types import PeerRef
+
+MAX_READERS = 32
+
+
+class Reads:
+    """Carries out StartRead and CancelRead. Control thread, but for completions."""
+
+    def __init__(self, port: WorkerPort, role: DecodeRole) -> None:
+        self._port = port
+        self._role = role
+        self._readers: dict[tuple[str, int, int], tuple[str, PageReader]] = {}
+        self._pending: dict[int, PageReader] = {}
+        port.on(StartRead, self._start)
+        port.on(CancelRead, self._cancel)
+
+    def stop(self) -> None:
+        """Ends every read; no page is touched when it returns."""
+        for _, reader in self._readers.values():
+            reader.close()
+
+    def _start(self, effect: StartRead) -> None:
+        found = self._reader(effect.peer, effect.source.pool_id)
+        if found is None:
+            self._ended(ReadDone(read_id=effect.read_id, status=ReadStatus.FAILED), "")
+            return
+        name, reader = found
+        self._pending[effect.read_id] = reader
+        request = ReadRequest(
+            read_id=effect.read_id,
+            key=effect.key,
+            ticket=effect.ticket,
+            source=effect.source,
+            index=effect.index,
+            valid_rows=effect.valid_rows,
+            digest=effect.digest,
+            target=self._port.parts.pool.page_view(effect.target_page),
+        )
+        reader.read(request, lambda done: self._ended(done, name))
+
+    def _ended(self, done: ReadDone, name: str) -> None:
+        """Any thread."""
+        self._port.feed_soon(lambda now: self._finish(done, name, now))
+
+    def _finish(self, done: ReadDone, name: str, now: float) -> list[Effect]:
+        self._pending.pop(done.read_id, None)
+        return self._role.read_done(done.read_id, done.status, done.digest, name, now)
+
+    def _cancel(self, effect: CancelRead) -> None:
+        reader = self._pending.get(effect.read_id)
+        if reader is not None:
+            reader.cancel(effect.read_id)
+
+    def _reader(self, peer: PeerRef, pool_id: int) -> tuple[str, PageReader] | None:
+        """The reader of a peer's pool, made at first use. None if no transport reaches it."""
+        name = (peer.worker_id, peer.incarnation, pool_id)
+        if name in self._readers:
+            return self._readers[name]
+        parts = self._port.parts
+        way = pick_transport(parts.transports, parts.host_id, peer)
+        if way is None:
+            return None
+        config = ReaderConfig(
+            endpoint=way[1],
+            pool_id=pool_id,
+            layout=parts.layout.fingerprint(),
+            page_bytes=parts.layout.page_bytes,
+            layer_first=0,
+            layer_last=parts.layout.num_layers - 1,
+        )
+        self._forget_old(peer.worker_id)
+        self._readers[name] = (way[0], transport(way[0]).reader(config))
+        return self._readers[name]
+
+    def _forget_old(self, worker_id: str) -> None:
+        """A worker's earlier incarnations are gone, and with them their pools."""
+        for name in [n for n in self._readers if n[0] == worker_id or len(self._readers) > MAX_READERS]:
+            _, reader = self._readers.pop(name)
+            self._port.loop.run_in_executor(None, reader.close)

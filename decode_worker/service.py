@@ -1,0 +1,117 @@
+"""The decode role's gRPC service and effect handlers: router calls in, tokens out.
+
+What lives here: asyncio and protobuf around `decode_worker.loop`. What does not: decisions (loop, session),
+links to prefill workers (`decode_worker.links`), page bytes (`decode_worker.reads`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from grpc.aio import ServicerContext
+
+from decode_worker.links import Links
+from decode_worker.loop import DecodeRole
+from decode_worker.reads import Reads
+from kvtransfer.effects import AnswerDecode, Effect
+from kvtransfer.port import WorkerPort
+from pdserve.errors import StalePeer
+from pdserve.messages import Ended, Outcome, Refusal, Refused, Reserved, Token
+from pdserve.rpc import convert
+from pdserve.rpc.server import RpcServer
+from pdserve.rpc.v1 import decode_pb2, decode_pb2_grpc
+from pdserve.types import Key
+
+Context = ServicerContext[Any, Any]
+Event = Reserved | Refused | Token | Ended
+
+
+class DecodeDriver(decode_pb2_grpc.DecodeServiceServicer):
+    """Drives one DecodeRole. Lives on the control thread."""
+
+    def __init__(self, port: WorkerPort) -> None:
+        parts = port.parts
+        self._port = port
+        self.role = DecodeRole(
+            parts.context, parts.pages, parts.scheduler, page_bytes=parts.layout.page_bytes
+        )
+        self._calls: dict[Key, asyncio.Queue[Event]] = {}
+        self._links = Links(port, self.role)
+        self._reads = Reads(port, self.role)
+        port.on(AnswerDecode, self._answer)
+
+    def services(self, server: RpcServer) -> tuple[str, ...]:
+        """Adds DecodeService."""
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, server.server)
+        return ("pdserve.rpc.v1.DecodeService",)
+
+    async def start(self, control: str) -> dict[str, str]:
+        """Nothing listens here: decode dials."""
+        return {}
+
+    async def stop(self) -> None:
+        """Ends links and reads."""
+        await self._links.stop()
+        await asyncio.to_thread(self._reads.stop)
+
+    async def Reserve(  # noqa: N802
+        self, request: decode_pb2.ReserveRequest, context: Context
+    ) -> AsyncIterator[decode_pb2.ReserveResponse]:
+        """Router → here. A broken stream is a cancel."""
+        call = convert.reserve_from_pb(request)
+        if call.key in self._calls:
+            twice = Refused(key=call.key, reason=Refusal.OUTDATED_KEY, detail="this try is running")
+            yield convert.decode_event_to_pb(twice)
+            return
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._calls[call.key] = queue
+        over = False
+        try:
+            self._port.feed(lambda now: self.role.reserve(call, now))
+            while not over:
+                event = await queue.get()
+                over = isinstance(event, Refused | Ended)
+                yield convert.decode_event_to_pb(event)
+        finally:
+            del self._calls[call.key]
+            if not over:
+                self._ask(lambda now: self.role.cancel(call.key, now))
+
+    async def CancelDecode(  # noqa: N802
+        self, request: decode_pb2.CancelDecodeRequest, context: Context
+    ) -> decode_pb2.CancelDecodeResponse:
+        """Router → here: stop this key, and every lower one."""
+        key = self._checked(request)
+        outcome = self._ask(lambda now: self.role.cancel(key, now))
+        return decode_pb2.CancelDecodeResponse(outcome=convert.outcome_to_pb(outcome))
+
+    async def SwitchLocal(  # noqa: N802
+        self, request: decode_pb2.SwitchLocalRequest, context: Context
+    ) -> decode_pb2.SwitchLocalResponse:
+        """Router → here: the prefill worker is gone, go on alone."""
+        key = self._checked(request)
+        outcome = self._ask(lambda now: self.role.switch_local(key, now))
+        return decode_pb2.SwitchLocalResponse(outcome=convert.outcome_to_pb(outcome))
+
+    def _checked(self, request: decode_pb2.CancelDecodeRequest | decode_pb2.SwitchLocalRequest) -> Key:
+        if request.receiver_incarnation != self._port.parts.context.incarnation:
+            raise StalePeer("this worker was restarted since")
+        return convert.key_from_pb(request.key)
+
+    def _ask(self, ask: Callable[[float], tuple[Outcome, list[Effect]]]) -> Outcome:
+        outcome = Outcome.UNKNOWN
+
+        def make(now: float) -> list[Effect]:
+            nonlocal outcome
+            outcome, effects = ask(now)
+            return effects
+
+        self._port.feed(make)
+        return outcome
+
+    def _answer(self, effect: AnswerDecode) -> None:
+        queue = self._calls.get(effect.key)
+        if queue is not None:
+            queue.put_nowait(effect.message)

@@ -1,0 +1,102 @@
+"""What a role's driver needs of the worker process it lives in, so that roles do not import the host.
+
+What lives here: the `WorkerPort` protocol and the shape of a role driver. What does not: any implementation
+(`pdserve.worker.host` is the one in production).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from pdserve.sched.scheduler import StepScheduler
+
+from kvtransfer.effects import Effect
+from kvtransfer.session.guard import RoleContext
+from pdserve.kvcache.layout import PageLayout
+from pdserve.kvcache.manager import PageManager
+from pdserve.kvcache.pool import KVPool
+from pdserve.rpc.server import RpcServer
+from pdserve.types import PeerRef
+
+E = TypeVar("E", bound=Effect)
+Input = Callable[[float], list[Effect]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """The parts of a worker that all its roles share. Pages and scheduler belong to the control thread."""
+
+    context: RoleContext
+    layout: PageLayout
+    pool: KVPool
+    pages: PageManager
+    scheduler: StepScheduler
+    transports: tuple[str, ...]
+    host: str
+    host_id: str
+    run_dir: str
+
+
+class WorkerPort(Protocol):
+    """The worker process as its role drivers see it."""
+
+    @property
+    def parts(self) -> WorkerParts:
+        """Shared parts; constant."""
+        ...
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The control thread's loop."""
+        ...
+
+    @property
+    def lock(self) -> threading.Lock:
+        """Held while the core changes; other threads take it for a moment to pin a page."""
+        ...
+
+    def feed(self, make: Input) -> None:
+        """Runs an input of the core now and carries its effects out. Control thread only."""
+        ...
+
+    def feed_soon(self, make: Input) -> None:
+        """The same from any thread, in the order of the calls."""
+        ...
+
+    def on(self, effect: type[E], handler: Callable[[E], None]) -> None:
+        """Names the one handler of an effect type. Handlers must not block and must not call feed."""
+        ...
+
+
+class RoleDriver(Protocol):
+    """One role of a worker, with its gRPC services and its side of the data plane."""
+
+    @property
+    def role(self) -> Any:
+        """The pure role (pdserve.worker.core.Role)."""
+        ...
+
+    def services(self, server: RpcServer) -> tuple[str, ...]:
+        """Adds its servicers before the server starts; returns their full names."""
+        ...
+
+    async def start(self, control: str) -> dict[str, str]:
+        """Starts data-plane ends; control is host:port of our gRPC. Returns endpoints: "shm", "tcp"."""
+        ...
+
+    async def stop(self) -> None:
+        """Closes everything it opened. No page is touched when it returns."""
+        ...
+
+
+def pick_transport(ours: tuple[str, ...], host_id: str, peer: PeerRef) -> tuple[str, str] | None:
+    """(name, endpoint) of the first of our transports that the peer offers and that can reach it, or None."""
+    offered = {"shm": peer.shm if peer.host_id == host_id else "", "tcp": peer.tcp}
+    for name in ours:
+        if offered.get(name):
+            return name, offered[name]
+    return None

@@ -1,0 +1,46 @@
+"""What the prefill role knows of one key besides its session: the router's call and the ledger's figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvtransfer.session.prefill import PrefillSession
+from kvtransfer.session.prefill_events import PEvent
+from pdserve.messages import PrefillRequest
+from pdserve.sched.plan import TokenSampled
+from pdserve.types import Ledger
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """One key: its session, the router's call once it came, and what the ledger needs."""
+
+    session: PrefillSession
+    peer: str
+    peer_incarnation: int
+    ticket_until: float
+    call: PrefillRequest | None = None
+    keys: tuple[bytes, ...] = ()
+    token: TokenSampled | None = None
+    hit_tokens: int = 0
+    num_preempted: int = 0
+    queued_at: float = 0.0
+    started_at: float = 0.0
+    done_at: float = 0.0
+    todo: list[PEvent] = field(default_factory=list)
+
+    def is_peer(self, peer: str, incarnation: int) -> bool:
+        """Whether this is the decode worker that the key was granted by."""
+        return self.peer == peer and self.peer_incarnation == incarnation
+
+    def ledger(self, worker_id: str) -> Ledger:
+        """What this side did so far."""
+        total = len(self.call.token_ids) if self.call else 0
+        return Ledger(
+            prefill_worker=worker_id,
+            prefill_computed_tokens=total - self.hit_tokens,
+            prefill_cached_tokens=self.hit_tokens,
+            prefill_queue_s=max(0.0, self.started_at - self.queued_at),
+            prefill_compute_s=max(0.0, self.done_at - self.started_at),
+            num_retractions=self.num_preempted,
+        )

@@ -1,0 +1,109 @@
+"""The prefill worker's end of the data plane: page servers on our pool, I/O pins, page digests.
+
+What lives here: threads that read page bytes. What does not: who may have which page (`prefill_worker.loop`).
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+from kvtransfer.digest import page_digest
+from kvtransfer.effects import ComputeDigest, Effect
+from kvtransfer.port import WorkerPort
+from kvtransfer.transport import PageServer, PoolFacts, ServerConfig, transport
+from pdserve.kvcache.allocator import Holder, HolderKind, PageState
+from pdserve.types import Key
+from prefill_worker.loop import PrefillRole
+
+
+class Handoff:
+    """Serves our pool's pages and digests them. `PageSource` for the page servers: any thread may call it."""
+
+    def __init__(self, port: WorkerPort, role: PrefillRole) -> None:
+        self._port = port
+        self._role = role
+        parts = port.parts
+        self.facts = PoolFacts(
+            pool_id=parts.pages.allocator.pool_id,
+            layout=parts.layout.fingerprint(),
+            num_pages=parts.pages.num_pages,
+            page_bytes=parts.layout.page_bytes,
+            stride_bytes=parts.layout.stride_bytes,
+            fd=parts.pool.fd,
+        )
+        self._digests = ThreadPoolExecutor(1, thread_name_prefix="digest")
+        self._servers: dict[str, PageServer] = {}
+        self._pinned: dict[str, int] = {}
+
+    # -- control thread ---------------------------------------------------------------------------------
+
+    def start(self) -> dict[str, str]:
+        """Starts a page server for each transport; returns their endpoints by name."""
+        parts = self._port.parts
+        directory = os.path.join(parts.run_dir, f"{parts.context.incarnation:016x}")
+        for name in parts.transports:
+            server = transport(name).server(self, ServerConfig(directory=directory, host=parts.host))
+            server.start()
+            self._servers[name] = server
+        return {name: server.endpoint() for name, server in self._servers.items()}
+
+    def stop(self) -> None:
+        """Closes the page servers; no thread touches the pool when it returns."""
+        for server in self._servers.values():
+            server.close()
+        self._digests.shutdown(wait=True)
+
+    def digest(self, effect: ComputeDigest) -> None:
+        """Handles ComputeDigest: off the control thread, answered by `digested`."""
+        self._digests.submit(self._digest, effect)
+
+    def _digest(self, effect: ComputeDigest) -> None:
+        parts = self._port.parts
+        value = page_digest(
+            parts.pool.page_view(effect.page.page),
+            layout=self.facts.layout,
+            layer_first=0,
+            layer_last=parts.layout.num_layers - 1,
+            shard=0,
+            index=effect.index,
+            valid_rows=effect.valid_rows,
+        )
+        key, index, page = effect.key, effect.index, effect.page
+        self._port.feed_soon(lambda now: self._role.digested(key, index, page, value, now))
+
+    # -- PageSource: any thread -------------------------------------------------------------------------
+
+    def authorise(self, ticket: bytes, key: Key) -> bool:
+        """Whether this ticket is the granted one of a live key."""
+        now = self._port.loop.time()
+        with self._port.lock:
+            return self._role.authorise(ticket, key, now)
+
+    def payload(self, page: int) -> memoryview:
+        """The payload bytes of a page."""
+        return self._port.parts.pool.page_view(page)
+
+    def generation(self, page: int) -> int:
+        """The page's generation as the mapped header has it."""
+        return self._port.parts.pool.generation(page)
+
+    def pin(self, page: int, generation: int, pin_id: str) -> bool:
+        """Holds a sealed page of that generation for a send; one atomic step under the core's lock."""
+        pages = self._port.parts.pages
+        with self._port.lock:
+            if pages.generation(page) != generation or pages.state(page) is not PageState.SEALED:
+                return False
+            pages.hold(page, Holder(HolderKind.IO, pin_id))
+            self._pinned[pin_id] = page
+        return True
+
+    def unpin(self, pin_id: str) -> None:
+        """Drops a pin, on the control thread, so that waiting work is planned with the page."""
+        self._port.feed_soon(lambda now: self._unpin(pin_id))
+
+    def _unpin(self, pin_id: str) -> list[Effect]:
+        page = self._pinned.pop(pin_id, None)
+        if page is not None:
+            self._port.parts.pages.drop(page, Holder(HolderKind.IO, pin_id))
+        return []
