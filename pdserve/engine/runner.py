@@ -1,0 +1,184 @@
+"""Carries out step plans on the compute thread: pages zeroed and copied, rows computed, tokens sampled.
+
+What lives here: `ModelRunner`. What does not: deciding what runs (`pdserve.sched`), the model itself
+(`pdserve.models`), page states (`pdserve.kvcache`). Only the compute thread calls `execute`.
+
+A sequence whose own share goes wrong is reported in `StepResult.failed`; the step's others are good.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pdserve.engine.batch import Batch, build_batch, fault
+from pdserve.engine.numerics import numerics_id
+from pdserve.engine.sampler import Draw, sample
+from pdserve.engine.threads import apply_thread_count
+from pdserve.engine.warmup import warmup_plans
+from pdserve.errors import ConfigError
+from pdserve.kernels.kv_view import KVView, inner_layout
+from pdserve.kvcache.layout import PageLayout
+from pdserve.kvcache.pool import KVPool
+from pdserve.models.build import build_decoder
+from pdserve.models.config import ModelConfig
+from pdserve.models.loaded import LoadedModel
+from pdserve.sched.plan import SeqStep, StepPlan, StepResult
+
+Progress = Callable[[int, int], None]
+_log = logging.getLogger(__name__)
+_NOT_NUMBERS = "the model produced values that are not numbers for it"
+_BROKE = "its computation failed"
+
+
+def page_layout(config: ModelConfig, *, page_size: int, dtype: str) -> PageLayout:
+    """The layout of the pages that a model's runner works on. page_size: rows. Raises ConfigError."""
+    return PageLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        inner=inner_layout(dtype),
+    )
+
+
+def _kv_view(pool: KVPool) -> KVView:
+    layout = pool.layout
+    return KVView(
+        storage=pool.storage,
+        page_stride=pool.page_stride,
+        num_pages=pool.num_pages,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        page_size=layout.page_size,
+        dtype=layout.dtype,
+    )
+
+
+class ModelRunner:
+    """A built model over a page pool.
+
+    numerics_id: equal for two runners whose pages are bit-identical for equal tokens. last_logits: with
+    capture_logits, the sampled rows [V] float32 of the last step by sequence.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        pool: KVPool,
+        *,
+        device: str = "cpu",
+        deterministic: bool = False,
+        capture_logits: bool = False,
+    ) -> None:
+        """Builds the model. Raises ConfigError where the pool does not fit it, or for another device."""
+        if device != "cpu":
+            raise ConfigError(f"device {device!r} is not supported; use cpu")
+        wanted = page_layout(model.config, page_size=pool.layout.page_size, dtype=model.dtype)
+        if pool.layout != wanted:
+            raise ConfigError("the page pool was made for another model, dtype or kernel")
+        apply_thread_count()
+        self.config = model.config
+        self.numerics_id = numerics_id(dtype=model.dtype, deterministic=deterministic)
+        self.last_logits: dict[str, torch.Tensor] = {}
+        self._pool = pool
+        self._kv = _kv_view(pool)
+        self._decoder = build_decoder(model.config, model.weights, deterministic=deterministic)
+        self._capture = capture_logits
+
+    @property
+    def page_size(self) -> int:
+        """Rows of a page."""
+        return self._kv.page_size
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        return self._kv.num_pages
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carries the plan out. Raises nothing for what one sequence did; see `StepResult.failed`."""
+        began = time.perf_counter()
+        self.last_logits = {}
+        for page in plan.zero_pages:
+            self._pool.zero(page)
+        for source, target in plan.copies:
+            self._pool.copy_page(source, target)
+        faults = {s.seq_id: self._fault(s) for s in plan.seqs}
+        failed = {seq_id: why for seq_id, why in faults.items() if why is not None}
+        tokens = self._run([s for s in plan.seqs if s.seq_id not in failed], failed)
+        return StepResult(
+            step_id=plan.step_id,
+            tokens=tokens,
+            elapsed_s=time.perf_counter() - began,
+            failed=failed or None,
+        )
+
+    def warmup(
+        self, *, chunk_tokens: int = 512, max_num_seqs: int = 32, progress: Progress | None = None
+    ) -> None:
+        """Runs the shapes of serving once. Call before any sequence has pages: it writes to the first ones.
+
+        chunk_tokens: rows of a prefill chunk. progress: called with (steps done, steps in all).
+        """
+        plans = list(
+            warmup_plans(
+                num_pages=self.num_pages,
+                page_size=self.page_size,
+                chunk=min(chunk_tokens, self.num_pages * self.page_size, self.config.max_context),
+                max_num_seqs=max_num_seqs,
+            )
+        )
+        for done, plan in enumerate(plans, 1):
+            self.execute(plan)
+            if progress is not None:
+                progress(done, len(plans))
+        self.last_logits = {}
+
+    def _fault(self, seq: SeqStep) -> str | None:
+        return fault(
+            seq,
+            vocab_size=self.config.vocab_size,
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            max_context=self.config.max_context,
+        )
+
+    def _run(self, seqs: Sequence[SeqStep], failed: dict[str, str]) -> dict[str, int]:
+        """Computes all sequences at once; if that breaks, one by one, so that only the broken one fails."""
+        if not seqs:
+            return {}
+        try:
+            return self._forward(build_batch(seqs, self.page_size), failed)
+        except Exception:
+            _log.exception("a step failed")
+            if len(seqs) == 1:
+                failed[seqs[0].seq_id] = _BROKE
+                return {}
+        tokens: dict[str, int] = {}
+        for seq in seqs:  # rows are written again with the same values
+            tokens |= self._run([seq], failed)
+        return tokens
+
+    def _forward(self, batch: Batch, failed: dict[str, str]) -> dict[str, int]:
+        with torch.inference_mode():
+            logits_RV = self._decoder.forward(batch.token_ids_T, self._kv, batch.meta, batch.logit_rows_R)
+            finite = torch.isfinite(logits_RV.sum(dim=1)).tolist()
+        rows = [i for i, good in enumerate(finite) if good]
+        failed |= {s.seq_id: _NOT_NUMBERS for s, good in zip(batch.sampled, finite, strict=True) if not good}
+        if len(rows) < len(finite):
+            logits_RV = logits_RV[rows]
+        return self._sample([batch.sampled[i] for i in rows], logits_RV)
+
+    def _sample(self, seqs: Sequence[SeqStep], logits_RV: torch.Tensor) -> dict[str, int]:
+        if self._capture:
+            self.last_logits |= {s.seq_id: row.clone() for s, row in zip(seqs, logits_RV, strict=True)}
+        if not seqs:
+            return {}
+        draws = [Draw(params=s.sampling, counter=s.sample_counter) for s in seqs]
+        return dict(zip((s.seq_id for s in seqs), sample(logits_RV.numpy(), draws), strict=True))

@@ -1,0 +1,119 @@
+"""From a row of logits to a token: greedy, temperature, top-k, top-p, min-p, with counter-based randomness.
+
+What lives here: what one row becomes. What does not: which rows are sampled (`runner`). A token depends on
+(its row of logits, the parameters, the counter) only: never on the batch, the clock or earlier draws.
+
+The order of filters and their edges are those of transformers' logits processors: temperature, top-k (ties
+with the k-th stay), top-p (a token stays while the mass above it is under p), min-p (relative to the best).
+Random numbers are Philox 4x64 (Salmon et al. 2011), key = seed, counter = the token's completion index.
+
+Legend: R rows, V vocabulary, C candidates that pass the filters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.types import SamplingParams
+
+FloatRow = npt.NDArray[np.float32]
+Weights = npt.NDArray[np.float64]
+Ids = npt.NDArray[np.int64]
+_BLOCK = 256
+_FIRST_GUESS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """What decides a row's token besides its logits. counter: the token's completion index, from 0."""
+
+    params: SamplingParams
+    counter: int
+
+
+def uniform(seed: int, counter: int) -> float:
+    """The uniform number in [0, 1) that belongs to (seed, counter); 53 bits."""
+    mask = (1 << 64) - 1
+    philox = np.random.Philox(key=[seed & mask, 0], counter=[counter & mask, 0, 0, 0])
+    return float(int(philox.random_raw()) >> 11) * 2.0**-53
+
+
+def sample(logits_RV: npt.NDArray[np.float32], draws: Sequence[Draw]) -> list[int]:
+    """One token per row. logits_RV: finite. The lowest id wins among equal best ones."""
+    greedy = logits_RV.argmax(axis=1).tolist()
+    return [
+        token if draw.params.temperature == 0 else _sample_row(row, draw)
+        for token, row, draw in zip(greedy, logits_RV, draws, strict=True)
+    ]
+
+
+def _sample_row(row_V: FloatRow, draw: Draw) -> int:
+    ids_C, weights_C = candidates(row_V, draw.params)
+    return int(ids_C[_pick(weights_C, uniform(draw.params.seed, draw.counter))])
+
+
+def _pick(weights_C: Weights, at: float) -> int:
+    """Index where the running sum of weights passes `at` of the total; in blocks, to scan little."""
+    sums = np.add.reduceat(weights_C, np.arange(0, weights_C.size, _BLOCK)).cumsum()
+    target = at * sums[-1]
+    block = min(int(np.searchsorted(sums, target, side="right")), sums.size - 1)
+    inside = weights_C[block * _BLOCK : (block + 1) * _BLOCK].cumsum()
+    before = float(sums[block - 1]) if block else 0.0
+    index = int(np.searchsorted(inside, target - before, side="right"))
+    return _last_positive(weights_C, block * _BLOCK + min(index, inside.size - 1))
+
+
+def _last_positive(weights_C: Weights, index: int) -> int:
+    """The index, or the last one before it that has weight: rounding must not choose an impossible token."""
+    while weights_C[index] == 0.0 and index > 0:
+        index -= 1
+    return index
+
+
+def candidates(row_V: FloatRow, params: SamplingParams) -> tuple[Ids, Weights]:
+    """Tokens that pass the filters, and their probabilities up to a common factor.
+
+    Ids come in ascending order, or by falling probability where top-k or top-p sorted them.
+    """
+    with np.errstate(over="ignore"):  # a tiny temperature: everything but the best becomes 0
+        weights_V = np.exp((row_V.astype(np.float64) - row_V.max()) / params.temperature)
+    ids_C: Ids = np.arange(weights_V.size)
+    if 0 < params.top_k < weights_V.size:
+        ids_C = _top_k(weights_V, params.top_k)
+    if params.top_p < 1.0:
+        ids_C = _top_p(weights_V, ids_C, params.top_p)
+    weights_C = weights_V[ids_C]
+    if params.min_p > 0.0:
+        keep = weights_C >= params.min_p * weights_C.max()
+        ids_C, weights_C = ids_C[keep], weights_C[keep]
+    return ids_C, weights_C
+
+
+def _top_k(weights_V: Weights, k: int) -> Ids:
+    kth = np.partition(weights_V, weights_V.size - k)[weights_V.size - k]
+    return np.flatnonzero(weights_V >= kth)
+
+
+def _falling(weights_V: Weights, ids_C: Ids, count: int) -> Ids:
+    """The `count` heaviest of ids_C by falling weight, lower ids first among equals."""
+    if count < ids_C.size:
+        weights_C = weights_V[ids_C]
+        edge = np.partition(weights_C, ids_C.size - count)[ids_C.size - count]
+        ids_C = ids_C[weights_C >= edge]
+    return ids_C[np.argsort(-weights_V[ids_C], kind="stable")]
+
+
+def _top_p(weights_V: Weights, ids_C: Ids, top_p: float) -> Ids:
+    """The heaviest tokens whose mass above them is under top_p of all; at least one. Sorts few first."""
+    limit = top_p * weights_V[ids_C].sum()
+    count = _FIRST_GUESS
+    while True:
+        order = _falling(weights_V, ids_C, count)
+        sums = weights_V[order].cumsum()
+        if sums[-1] >= limit or order.size == ids_C.size:
+            return order[: max(1, int(np.searchsorted(sums, limit, side="left")) + 1)]
+        count *= 8

@@ -1,0 +1,83 @@
+"""The decoder-only model, written once for all architectures and for one device.
+
+What lives here: from token ids to logits over a paged cache. What does not: weights' names and packing
+(`build`), batching and sampling (`pdserve.engine`), parallelism.
+
+Legend: T tokens, R rows whose logits are wanted, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pdserve.kernels.attention_meta import AttentionMeta
+from pdserve.kernels.embedding import embed, select_rows
+from pdserve.kernels.kv_view import KVView
+from pdserve.kernels.linear import PackedLinear, linear
+from pdserve.kernels.norm import add_rms_norm, rms_norm
+from pdserve.layers.attention import Attention
+from pdserve.layers.mlp import GatedMLP
+from pdserve.layers.rope import RopeTable
+from pdserve.layers.step import StepContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    """One layer. mlp_norm_E: before the MLP; next_norm_E: before the next layer, or the final norm."""
+
+    attention: Attention
+    mlp: GatedMLP
+    mlp_norm_E: torch.Tensor
+    next_norm_E: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """A model ready to run. embedding_VE: the token table; head: its logits' linear layer."""
+
+    embedding_VE: torch.Tensor
+    first_norm_E: torch.Tensor
+    layers: tuple[DecoderLayer, ...]
+    head: PackedLinear
+    eps: float
+    rope: RopeTable
+
+    def forward(
+        self, token_ids_T: torch.Tensor, kv: KVView, meta: AttentionMeta, logit_rows_R: torch.Tensor
+    ) -> torch.Tensor:
+        """Computes the step's rows into the cache; returns logits [R, V], float32.
+
+        token_ids_T: int64, inside the vocabulary. logit_rows_R: int64, ascending; may be empty. Which other
+        rows there are changes no row's result.
+        """
+        cos_TD, sin_TD = self.rope.rows(meta.positions_T)
+        step = StepContext(kv=kv, meta=meta, cos_TD=cos_TD, sin_TD=sin_TD)
+        residual_TE = embed(token_ids_T, self.embedding_VE)
+        x_TE = rms_norm(residual_TE, self.first_norm_E, self.eps)
+        for layer in self.layers[:-1]:
+            heads_TF = layer.attention.attend(x_TE, step)
+            x_TE, residual_TE = self._finish(layer, heads_TF, residual_TE)
+        return self._last(x_TE, residual_TE, step, logit_rows_R)
+
+    def _finish(
+        self, layer: DecoderLayer, heads_TF: torch.Tensor, residual_TE: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer after its attention, up to the next norm: (normed x, residual)."""
+        x_TE = layer.attention.project(heads_TF)
+        x_TE, residual_TE = add_rms_norm(x_TE, residual_TE, layer.mlp_norm_E, self.eps)
+        return add_rms_norm(layer.mlp(x_TE), residual_TE, layer.next_norm_E, self.eps)
+
+    def _last(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, step: StepContext, rows_R: torch.Tensor
+    ) -> torch.Tensor:
+        """The last layer and the head; past the cache write only the wanted rows are computed."""
+        layer = self.layers[-1]
+        heads_TF = layer.attention.attend(x_TE, step)
+        if rows_R.numel() == 0:
+            return torch.empty(0, self.head.num_out)
+        if rows_R.numel() < heads_TF.shape[0]:
+            heads_TF, residual_TE = select_rows(heads_TF, rows_R), select_rows(residual_TE, rows_R)
+        x_RE, _ = self._finish(layer, heads_TF, residual_TE)
+        return linear(x_RE, self.head, out_float32=True)

@@ -1,0 +1,29 @@
+"""A model as it comes from its files, before it is built for a device. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pdserve.models.config import ModelConfig
+from pdserve.tokenizer.bundle import TokenizerBundle
+from pdserve.types import ModelLimits
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A checked model. weights: by Hugging Face name, all of `dtype`. digest: names the weights' revision.
+
+    name: what it was asked for as, without folders.
+    """
+
+    name: str
+    config: ModelConfig
+    weights: dict[str, torch.Tensor]
+    tokenizer: TokenizerBundle
+    digest: str
+    dtype: str
+    limits: ModelLimits

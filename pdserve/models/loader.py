@@ -1,0 +1,90 @@
+"""Loads a model from what the user named: registered name, Hugging Face directory or hub id, GGUF file.
+
+What lives here: `load_model`. What does not: formats (`gguf_*`, `hf_*`, `safetensors_file`), building for a
+device (`build`). Nothing here runs code from a model or unpickles anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from pdserve.errors import ModelError
+from pdserve.models.config import ModelConfig
+from pdserve.models.digests import read_lock, verified_digest
+from pdserve.models.gguf_config import config_from_gguf
+from pdserve.models.gguf_file import read_gguf
+from pdserve.models.gguf_weights import freq_factors, weights_from_gguf
+from pdserve.models.hf_directory import read_directory, read_weights
+from pdserve.models.loaded import DTYPES, LoadedModel
+from pdserve.models.registry import Source, locate
+from pdserve.models.weights import check_finite
+from pdserve.tokenizer.bundle import TokenizerBundle
+from pdserve.tokenizer.from_dir import load_bundle_from_dir
+from pdserve.tokenizer.from_gguf import bundle_from_metadata
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    config: ModelConfig
+    weights: dict[str, torch.Tensor]
+    tokenizer: TokenizerBundle
+    digest: str
+
+
+def _from_gguf(source: Source, dtype: torch.dtype) -> _Parts:
+    file = read_gguf(source.path)
+    lock = {source.path.name: source.sha256} if source.sha256 else read_lock(source.path.parent)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        digest = pool.submit(verified_digest, [source.path], lock)
+        bundle = pool.submit(bundle_from_metadata, file.metadata, fallback_name=source.name)
+        config = config_from_gguf(file.metadata, frozenset(file.tensors), freq_factors(file))
+        weights = weights_from_gguf(file, config, dtype)
+        return _Parts(config=config, weights=weights, tokenizer=bundle.result(), digest=digest.result())
+
+
+def _from_directory(source: Source, dtype: torch.dtype) -> _Parts:
+    files = read_directory(source.path)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        digest = pool.submit(verified_digest, files.files, read_lock(source.path))
+        bundle = pool.submit(load_bundle_from_dir, source.path)
+        weights = read_weights(files, dtype)
+        return _Parts(config=files.config, weights=weights, tokenizer=bundle.result(), digest=digest.result())
+
+
+def _agreeing(tokenizer: TokenizerBundle, config: ModelConfig) -> TokenizerBundle:
+    """The bundle with the model's own limits, which know of scaled contexts and padded vocabularies."""
+    return dataclasses.replace(
+        tokenizer,
+        vocab_size=config.vocab_size,
+        max_context=config.max_context,
+        end_token_ids=config.end_token_ids,
+    )
+
+
+def load_model(source: str, dtype: str = "bfloat16") -> LoadedModel:
+    """Loads and checks a model.
+
+    source: a registered name, a Hugging Face directory, a .gguf file, or a hub id. dtype: "float32" or
+    "bfloat16"; all weights come in it. Raises ModelError, with a sentence, for anything that is missing,
+    damaged or not supported.
+    """
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype must be one of {', '.join(DTYPES)}.")
+    found = locate(source)
+    read = _from_directory if found.path.is_dir() else _from_gguf
+    parts = read(found, DTYPES[dtype])
+    check_finite(parts.weights.items())
+    ends = parts.tokenizer.end_token_ids or parts.config.end_token_ids
+    config = dataclasses.replace(parts.config, end_token_ids=ends)
+    return LoadedModel(
+        name=found.name,
+        config=config,
+        weights=parts.weights,
+        tokenizer=_agreeing(parts.tokenizer, config),
+        digest=parts.digest,
+        dtype=dtype,
+        limits=config.limits(),
+    )
