@@ -1,0 +1,163 @@
+"""The one queue of a router: bounded, by priority then arrival, aware of deadlines. Pure.
+
+Only routers queue (protocol.md §4). What is over the bounds, or would wait past its deadline, is shed at once
+with a hint when to come back. What does not live here: choosing workers, and the requests themselves.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from pdserve.errors import Overloaded
+
+MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
+_SMOOTHING = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueLimits:
+    """max_requests, max_tokens: bounds of the queue. max_wait_s: a request never tried waits no longer."""
+
+    max_requests: int = 512
+    max_tokens: int = 4_000_000
+    max_wait_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """One queued request. Times on the router's monotonic clock.
+
+    arrival: sequence number of the first admission; kept over tries, so a retry goes first. tried: it has
+    been sent to workers before, so it is never shed. not_before: a try earlier than this makes no sense.
+    """
+
+    request_id: str
+    priority: int
+    arrival: int
+    tokens: int
+    queued_at: float
+    deadline_at: float
+    tried: bool = False
+    not_before: float = 0.0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order in the queue: lower first."""
+        return (self.priority, self.arrival)
+
+
+@dataclass(slots=True)
+class AdmissionQueue:
+    """The queue. Called by the event loop only."""
+
+    limits: QueueLimits
+    _order: list[Waiting] = field(default_factory=list)
+    _by_id: dict[str, Waiting] = field(default_factory=dict)
+    _tokens: int = 0
+    _interval_s: float | None = None
+    _last_leave: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        """All in order."""
+        return iter(tuple(self._order))
+
+    def offer(self, entry: Waiting, now: float) -> tuple[Waiting, ...]:
+        """Takes a new request; returns those of lower priority that are shed for it (the caller ends them).
+
+        Raises Overloaded if the queue is full of equal or better ones, or the deadline would pass in it.
+        """
+        wait = self._expected_wait(entry)
+        if wait is not None and now + wait > entry.deadline_at:
+            message = (
+                "The request would still be queued at its deadline: come back later, or allow more time."
+            )
+            raise Overloaded(message, retry_after_s=self.retry_after_s())
+        shed = self._make_room(entry)
+        self._insert(entry)
+        return shed
+
+    def requeue(self, entry: Waiting) -> None:
+        """Takes a request back for another try, whatever the bounds: it was admitted once."""
+        self._insert(replace(entry, tried=True))
+
+    def first(self, now: float) -> Waiting | None:
+        """The next request that may be tried now, or None. It stays in the queue."""
+        return next((entry for entry in self._order if entry.not_before <= now), None)
+
+    def take(self, request_id: str, now: float) -> Waiting | None:
+        """Removes a request that goes to workers, and learns how fast the queue moves."""
+        entry = self.remove(request_id)
+        if entry is not None:
+            self._learn(now)
+        return entry
+
+    def remove(self, request_id: str) -> Waiting | None:
+        """Removes a request that ended while it waited; None if it does not wait."""
+        entry = self._by_id.pop(request_id, None)
+        if entry is not None:
+            self._order.pop(bisect.bisect_left(self._order, entry.rank, key=_rank))
+            self._tokens -= entry.tokens
+        return entry
+
+    def expired(self, now: float) -> tuple[Waiting, ...]:
+        """Removes and returns what waited too long without ever being tried."""
+        limit = now - self.limits.max_wait_s
+        over = tuple(entry for entry in self._order if not entry.tried and entry.queued_at <= limit)
+        for entry in over:
+            self.remove(entry.request_id)
+        return over
+
+    def next_time(self, now: float) -> float | None:
+        """When something changes by time alone: a delayed try comes up, or a wait gets too long."""
+        times = [entry.not_before for entry in self._order if entry.not_before > now]
+        times += [entry.queued_at + self.limits.max_wait_s for entry in self._order if not entry.tried]
+        return min(times, default=None)
+
+    def retry_after_s(self) -> float:
+        """Seconds after which half of the queue should have moved."""
+        interval = self._interval_s if self._interval_s is not None else 0.5
+        return min(max(interval * (len(self._order) + 1) / 2, MIN_RETRY_S), MAX_RETRY_S)
+
+    def _expected_wait(self, entry: Waiting) -> float | None:
+        """Seconds until this entry would leave; None while we have not seen the queue move."""
+        if self._interval_s is None or not self._order:
+            return None
+        return bisect.bisect_left(self._order, entry.rank, key=_rank) * self._interval_s
+
+    def _make_room(self, entry: Waiting) -> tuple[Waiting, ...]:
+        """Removes what has to go for `entry`: of lower priority, never tried. Raises Overloaded."""
+        requests, tokens = len(self._order), self._tokens
+        victims: list[Waiting] = []
+        candidates = (w for w in reversed(self._order) if not w.tried and w.priority > entry.priority)
+        while requests + 1 > self.limits.max_requests or tokens + entry.tokens > self.limits.max_tokens:
+            victim = next(candidates, None)
+            if victim is None:
+                raise Overloaded("The queue is full: come back later.", retry_after_s=self.retry_after_s())
+            victims.append(victim)
+            requests, tokens = requests - 1, tokens - victim.tokens
+        for victim in victims:
+            self.remove(victim.request_id)
+        return tuple(victims)
+
+    def _insert(self, entry: Waiting) -> None:
+        assert entry.request_id not in self._by_id
+        bisect.insort(self._order, entry, key=_rank)
+        self._by_id[entry.request_id] = entry
+        self._tokens += entry.tokens
+
+    def _learn(self, now: float) -> None:
+        """Smoothed time between departures; only while others wait, as an idle queue says nothing."""
+        if self._last_leave is not None and self._order:
+            seen = now - self._last_leave
+            old = self._interval_s if self._interval_s is not None else seen
+            self._interval_s = old + _SMOOTHING * (seen - old)
+        self._last_leave = now if self._order else None
+
+
+def _rank(entry: Waiting) -> tuple[int, int]:
+    return entry.rank
