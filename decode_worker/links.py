@@ -63,7 +63,7 @@ class Links:
 
 
 class Link:
-    """One exchange stream, dialled again when it breaks. Messages sent meanwhile wait or, when full, are lost."""
+    """One exchange stream, dialled again when it breaks; what is sent meanwhile waits in a bounded queue."""
 
     def __init__(self, port: WorkerPort, role: DecodeRole, peer: PeerRef) -> None:
         self._port = port
@@ -105,7 +105,7 @@ class Link:
                 failures += 1
                 await asyncio.sleep(min(LAST_RETRY_S, FIRST_RETRY_S * 2**failures))
         finally:
-            await channel.close()
+            await channel.close(None)
 
     async def _requests(self) -> AsyncIterator[transfer_pb2.ExchangeRequest]:
         yield self._wrap(Renew(keys=(), answer=True))  # says who we are

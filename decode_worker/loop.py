@@ -7,8 +7,6 @@ sockets, tensors and threads.
 
 from __future__ import annotations
 
-from pdserve.sched.scheduler import StepScheduler
-
 from decode_worker.entry import Entry, Read
 from decode_worker.reserve import Reservation, reserve
 from kvtransfer import ticket
@@ -44,6 +42,7 @@ from pdserve.sched.plan import (
     Started,
     TokenSampled,
 )
+from pdserve.sched.scheduler import StepScheduler
 from pdserve.types import HandoverMode, Key
 
 PREFIX = "D:"
@@ -58,7 +57,6 @@ class DecodeRole:
         pages: PageManager,
         scheduler: StepScheduler,
         *,
-        transport: str,
         page_bytes: int,
     ) -> None:
         self._ctx = ctx
@@ -243,8 +241,8 @@ class DecodeRole:
         by_peer: dict[tuple[str, int], list[Key]] = {}
         for key, entry in self._entries.items():
             if entry.session.pulling and entry.call.prefill is not None:
-                peer = entry.call.prefill
-                by_peer.setdefault((peer.worker_id, peer.incarnation), []).append(key)
+                ref = entry.call.prefill
+                by_peer.setdefault((ref.worker_id, ref.incarnation), []).append(key)
         self._renew_at = now + self._ctx.lease_s / 3 if by_peer else float("inf")
         return [
             ToPrefiller(peer=p, incarnation=i, message=Renew(keys=tuple(k))) for (p, i), k in by_peer.items()

@@ -61,6 +61,11 @@ class WorkerCore:
     def num_live(self) -> int:
         return sum(role.num_live for role in self._roles)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a step runs."""
+        return self._running is not None
+
     def drain(self) -> None:
         """From now on new requests are refused; live ones go on."""
         for role in self._roles:

@@ -1,0 +1,151 @@
+"""Feeds the pure core of a worker and carries its effects out: the control thread's half of the engine.
+
+What lives here: the lock, the timer, the hop to the compute thread and back. What does not: gRPC services
+and the data plane (the role drivers), models (`pdserve.engine`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from kvtransfer.effects import Count, Effect, RunStep, SetGenerations
+from kvtransfer.port import Input, WorkerParts
+from pdserve.sched.plan import StepPlan, StepResult
+from pdserve.worker.core import WorkerCore
+
+log = logging.getLogger(__name__)
+
+E = TypeVar("E", bound=Effect)
+
+
+class Runner(Protocol):
+    """What the driver needs of the engine's runner."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carries a plan out, on the compute thread."""
+        ...
+
+
+class Driver:
+    """`WorkerPort` of one worker. All methods but `feed_soon` belong to the control thread."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        parts: WorkerParts,
+        runner: Runner,
+        compute: ThreadPoolExecutor,
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        self.parts = parts
+        self.loop = loop
+        self.lock = threading.Lock()
+        self.core: WorkerCore | None = None
+        self.counters: dict[str, int] = {}
+        self.last_step_at = loop.time()
+        self._runner = runner
+        self._compute = compute
+        self._on_fatal = on_fatal
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = float("inf")
+        self._changed = asyncio.Event()
+        self.on(RunStep, self._run_step)
+        self.on(SetGenerations, self._set_generations)
+        self.on(Count, self._count)
+
+    def on(self, effect: type[E], handler: Callable[[E], None]) -> None:
+        """Names the one handler of an effect type. Raises ValueError if there is one."""
+        if effect in self._handlers:
+            raise ValueError(f"{effect.__name__} has a handler")
+        self._handlers[effect] = handler
+
+    def feed(self, make: Input) -> None:
+        """Runs an input of the core now and carries its effects out."""
+        assert self.core is not None
+        core = self.core
+        self._apply(lambda now: core.settle(make(now), now))
+
+    def feed_soon(self, make: Input) -> None:
+        """The same from any thread, in the order of the calls. Without effect once the loop is closed."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.feed, make)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until a condition on the core holds."""
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _apply(self, make: Input) -> None:
+        now = self.loop.time()
+        try:
+            with self.lock:
+                effects = make(now)
+            for effect in effects:
+                self._handlers[type(effect)](effect)
+        except Exception as error:
+            # The core's state can not be trusted any more: this incarnation ends (S1 before L1).
+            log.critical("the worker's core failed", exc_info=error)
+            self._on_fatal(error)
+            raise
+        self._changed.set()
+        self._arm(now)
+
+    def _arm(self, now: float) -> None:
+        assert self.core is not None
+        due = self.core.next_timer()
+        if due >= self._timer_at > now:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        self._timer_at = due
+        if due != float("inf"):
+            # Through the queue's end: what is in the inbox by now comes first (protocol.md §5).
+            self._timer = self.loop.call_at(due, self.loop.call_soon, self._tick)
+
+    def _tick(self) -> None:
+        assert self.core is not None
+        self._timer_at = float("inf")
+        self._apply(self.core.tick)
+
+    # -- effects every worker has -----------------------------------------------------------------------
+
+    def _run_step(self, effect: RunStep) -> None:
+        self._compute.submit(self._execute, effect.plan)
+
+    def _execute(self, plan: StepPlan) -> None:
+        """Compute thread. A step that fails as a whole fails its sequences, not the engine (S5)."""
+        try:
+            result = self._runner.execute(plan)
+        except Exception as error:
+            log.error("a step failed", exc_info=error)
+            failed = {seq.seq_id: "the computation failed" for seq in plan.seqs}
+            result = StepResult(step_id=plan.step_id, tokens={}, failed=failed)
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self._step_done, result)
+
+    def _step_done(self, result: StepResult) -> None:
+        assert self.core is not None
+        core = self.core
+        self.last_step_at = self.loop.time()
+        self._apply(lambda now: core.step_done(result, now))
+
+    def _set_generations(self, effect: SetGenerations) -> None:
+        for page, generation in effect.updates:
+            self.parts.pool.set_generation(page, generation)
+
+    def _count(self, effect: Count) -> None:
+        self.counters[effect.name] = self.counters.get(effect.name, 0) + effect.amount
+
+    def close(self) -> None:
+        """Stops the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,131 @@
+"""Builds the engine of a worker: model, page pool, runner, pages, scheduler and the facts about them.
+
+What lives here: the order of construction and what depends on what. What does not: processes, gRPC, Ray.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtransfer.port import WorkerParts
+from kvtransfer.session.guard import RoleContext
+from pdserve.config.worker import WorkerConfig
+from pdserve.engine.runner import ModelRunner, page_layout
+from pdserve.errors import ConfigError
+from pdserve.kvcache.layout import pages_for
+from pdserve.kvcache.manager import PageManager
+from pdserve.kvcache.pool import KVPool
+from pdserve.models.loaded import LoadedModel
+from pdserve.models.loader import load_model
+from pdserve.sched.scheduler import SchedConfig, StepScheduler
+from pdserve.types import CapabilityRecord, ModelLimits, Role
+from pdserve.worker.machine import machine_id
+
+Progress = Callable[[str], None]
+GIL_SWITCH_S = 0.0005
+"""How long the compute thread may keep the interpreter from the control thread (default 5 ms)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """A worker's engine, ready to run. limits: the model's, with a context that the pool can hold."""
+
+    config: WorkerConfig
+    model: LoadedModel
+    limits: ModelLimits
+    runner: ModelRunner
+    parts: WorkerParts
+
+    def capability(self) -> CapabilityRecord:
+        """What this worker can exchange with others."""
+        layout = self.parts.layout
+        return CapabilityRecord(
+            layout=layout.fingerprint(),
+            numerics=self.runner.numerics_id,
+            model=self.model.digest,
+            tokenizer=self.model.tokenizer.digest,
+            dtype=layout.dtype,
+            page_size=layout.page_size,
+            page_bytes=layout.page_bytes,
+            transports=self.parts.transports,
+        )
+
+
+def build_engine(config: WorkerConfig, run_dir: str, progress: Progress) -> Engine:
+    """Loads the model, makes the pool and warms up. Compute thread. Raises ModelError or ConfigError."""
+    sys.setswitchinterval(GIL_SWITCH_S)
+    progress("loading the model")
+    model = load_model(config.model, config.dtype)
+    layout = page_layout(model.config, page_size=config.page_size, dtype=config.dtype)
+    num_pages = config.num_pages or config.kv_memory_bytes // layout.stride_bytes
+    if num_pages < 2:
+        raise ConfigError("kv_memory: too small for two KV pages of this model; give more memory")
+    limits = _limits(model, num_pages * config.page_size)
+    pool = KVPool.create(layout, num_pages, secrets.randbits(64))
+    progress("building the model")
+    runner = ModelRunner(model, pool, deterministic=config.deterministic)
+    progress("warming up")
+    chunk = min(config.prefill_chunk_tokens, limits.max_context)
+    runner.warmup(chunk_tokens=chunk, max_num_seqs=min(8, config.max_num_seqs))
+    pages = PageManager(num_pages, pool.pool_id)
+    parts = WorkerParts(
+        context=_context(config, model, runner, limits),
+        layout=layout,
+        pool=pool,
+        pages=pages,
+        scheduler=StepScheduler(_sched_config(config, model, runner), pages),
+        transports=config.transports,
+        host=config.host,
+        host_id=machine_id(),
+        run_dir=run_dir,
+    )
+    return Engine(config=config, model=model, limits=limits, runner=runner, parts=parts)
+
+
+def _limits(model: LoadedModel, pool_rows: int) -> ModelLimits:
+    """The model's limits; a context longer than the pool could never be served."""
+    known = model.limits
+    return ModelLimits(
+        vocab_size=known.vocab_size,
+        max_context=min(known.max_context, pool_rows),
+        end_token_ids=known.end_token_ids,
+        bos_token_id=known.bos_token_id,
+    )
+
+
+def _context(
+    config: WorkerConfig, model: LoadedModel, runner: ModelRunner, limits: ModelLimits
+) -> RoleContext:
+    # Reservations leave room for one prompt of any length where the worker may prefill (protocol.md §5).
+    floor = pages_for(limits.max_context, config.page_size) if config.role is Role.AGGREGATED else 0
+    return RoleContext(
+        worker_id=config.worker_id,
+        incarnation=secrets.randbits(63) | 1,
+        page_size=config.page_size,
+        max_context=limits.max_context,
+        model=model.digest,
+        numerics=runner.numerics_id,
+        secret=config.secret_bytes,
+        lease_s=config.lease_s,
+        local_prefill_threshold=config.local_prefill_threshold,
+        floor_pages=min(floor, runner.num_pages // 2),
+        max_num_seqs=config.max_num_seqs,
+    )
+
+
+def _sched_config(config: WorkerConfig, model: LoadedModel, runner: ModelRunner) -> SchedConfig:
+    return SchedConfig(
+        page_size=config.page_size,
+        chunk_tokens=config.prefill_chunk_tokens,
+        token_budget=config.token_budget,
+        max_num_seqs=config.max_num_seqs,
+        deterministic=config.deterministic,
+        floor_pages=0,
+        prefix_caching=config.prefix_caching,
+        end_token_ids=model.limits.end_token_ids,
+        model=model.digest,
+        numerics=runner.numerics_id,
+    )

@@ -1,0 +1,90 @@
+"""A worker's membership with its routers: one long Join stream to each, registered again when it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import grpc.aio
+
+from pdserve.rpc import convert
+from pdserve.rpc.channel import open_channel
+from pdserve.rpc.convert import Heartbeat, JoinEvent, Leave, Register
+from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc
+from pdserve.types import WorkerLoad, WorkerRecord
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.5
+FIRST_RETRY_S = 0.1
+LAST_RETRY_S = 2.0
+
+
+class Membership:
+    """Keeps this worker registered with every router. Control thread only."""
+
+    def __init__(
+        self, routers: tuple[str, ...], record: WorkerRecord, load: Callable[[], WorkerLoad]
+    ) -> None:
+        self._routers = routers
+        self._record = record
+        self._load = load
+        self._leaving = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.joined: set[str] = set()
+
+    def start(self) -> None:
+        """Dials all routers, now and whenever a stream breaks."""
+        self._tasks = [asyncio.create_task(self._keep(address)) for address in self._routers]
+
+    async def stop(self) -> None:
+        """Says goodbye and closes the streams."""
+        self._leaving.set()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1.0)
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _keep(self, address: str) -> None:
+        delay = FIRST_RETRY_S
+        channel = open_channel(address)
+        try:
+            while not self._leaving.is_set():
+                try:
+                    stub = cluster_pb2_grpc.ClusterServiceStub(channel)
+                    async for response in stub.Join(self._events()):
+                        self._on_answer(address, convert.join_answer_from_pb(response))
+                        delay = FIRST_RETRY_S
+                except grpc.aio.AioRpcError as error:
+                    log.info("a router is not reachable: %s", error.code().name)
+                self.joined.discard(address)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._leaving.wait(), delay)
+                delay = min(LAST_RETRY_S, 2 * delay)
+        finally:
+            await channel.close(None)
+
+    def _on_answer(self, address: str, answer: convert.JoinAnswer) -> None:
+        if answer.accepted:
+            self.joined.add(address)
+        else:
+            self.joined.discard(address)
+            log.warning("a router does not take this worker: %s", answer.problem)
+
+    async def _events(self) -> AsyncIterator[cluster_pb2.JoinRequest]:
+        yield self._pb(Register(record=self._record, monotonic_s=self._now()))
+        while not self._leaving.is_set():
+            yield self._pb(Heartbeat(load=self._load(), monotonic_s=self._now()))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leaving.wait(), HEARTBEAT_S)
+        yield self._pb(Leave(reason="stopping"))
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _pb(self, event: JoinEvent) -> cluster_pb2.JoinRequest:
+        return convert.join_event_to_pb(event)

@@ -1,0 +1,61 @@
+"""What every worker serves besides its roles: tokenizer download, drain, status."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from grpc.aio import ServicerContext
+
+from pdserve.errors import InvalidRequest
+from pdserve.rpc import convert
+from pdserve.rpc.convert import WorkerState
+from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc
+from pdserve.tokenizer.bundle import TokenizerBundle
+
+CHUNK_BYTES = 1 << 20
+MAX_DRAIN_S = 3600.0
+SERVICE = "pdserve.rpc.v1.WorkerService"
+Context = ServicerContext[Any, Any]
+
+
+class WorkerServicer(cluster_pb2_grpc.WorkerServiceServicer):
+    """WorkerService on the control thread."""
+
+    def __init__(
+        self,
+        bundle: TokenizerBundle,
+        state: Callable[[], WorkerState],
+        drain: Callable[[float], Awaitable[int]],
+    ) -> None:
+        """drain takes a time limit in seconds and returns how many requests are left."""
+        self._digest = bundle.digest
+        self._bytes = bundle.to_bytes()
+        self._state = state
+        self._drain = drain
+
+    async def FetchTokenizer(  # noqa: N802
+        self, request: cluster_pb2.FetchTokenizerRequest, context: Context
+    ) -> AsyncIterator[cluster_pb2.FetchTokenizerResponse]:
+        """The bundle in chunks. Raises InvalidRequest for another digest."""
+        if request.digest != self._digest:
+            raise InvalidRequest.field("digest", "this worker has another tokenizer")
+        total = len(self._bytes)
+        for start in range(0, total, CHUNK_BYTES):
+            chunk = self._bytes[start : start + CHUNK_BYTES]
+            yield cluster_pb2.FetchTokenizerResponse(chunk=chunk, total_bytes=total)
+
+    async def Drain(  # noqa: N802
+        self, request: cluster_pb2.DrainRequest, context: Context
+    ) -> cluster_pb2.DrainResponse:
+        """Refuses new requests at once and waits until live ones are done, up to the limit."""
+        if not 0 <= request.timeout_s <= MAX_DRAIN_S:
+            raise InvalidRequest.field("timeout_s", f"must be between 0 and {MAX_DRAIN_S:.0f} seconds")
+        remaining = await self._drain(request.timeout_s)
+        return cluster_pb2.DrainResponse(drained=remaining == 0, remaining=remaining)
+
+    async def GetWorkerStatus(  # noqa: N802
+        self, request: cluster_pb2.GetWorkerStatusRequest, context: Context
+    ) -> cluster_pb2.GetWorkerStatusResponse:
+        """The worker's record, load and integrity."""
+        return convert.worker_state_to_pb(self._state())

@@ -1,0 +1,146 @@
+"""What runs on a worker's control thread: core and driver, roles, gRPC server, membership.
+
+What lives here: wiring and life cycle on the loop. What does not: threads and process (`host`), decisions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from kvtransfer.port import RoleDriver
+from pdserve.kvcache.allocator import PageState
+from pdserve.rpc.convert import WorkerState
+from pdserve.rpc.server import RpcServer, ServerOptions, is_loopback
+from pdserve.rpc.v1 import cluster_pb2_grpc
+from pdserve.types import PeerRef, WorkerLoad, WorkerRecord
+from pdserve.worker.core import WorkerCore
+from pdserve.worker.driver import Driver
+from pdserve.worker.engine import Engine
+from pdserve.worker.membership import Membership
+from pdserve.worker.roles import load_roles
+from pdserve.worker.services import SERVICE, WorkerServicer
+
+STUCK_AFTER_S = 5.0
+"""A step that takes longer makes the worker unready (reliability.md, health)."""
+MAX_MESSAGE_BYTES = 16 << 20
+
+
+class Serving:
+    """A worker's event-loop side. All methods belong to the control thread."""
+
+    def __init__(
+        self, engine: Engine, compute: ThreadPoolExecutor, on_fatal: Callable[[BaseException], None]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        parts = engine.parts
+        self._engine = engine
+        self._driver = Driver(loop, parts, engine.runner, compute, on_fatal)
+        self._roles: tuple[RoleDriver, ...] = load_roles(engine.config.role, self._driver)
+        self._core = WorkerCore(parts.pages, parts.scheduler, [r.role for r in self._roles])
+        self._driver.core = self._core
+        options = ServerOptions(
+            host=parts.host, insecure=not is_loopback(parts.host), max_message_bytes=MAX_MESSAGE_BYTES
+        )
+        self._server = RpcServer(options)
+        self._membership: Membership | None = None
+        self._draining = False
+        self.record: WorkerRecord = self._record("", {})
+
+    async def start(self) -> None:
+        """Listens, opens the data plane and dials the routers."""
+        names = [name for role in self._roles for name in role.services(self._server)]
+        servicer = WorkerServicer(self._engine.model.tokenizer, self.state, self.drain)
+        cluster_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self._server.server)
+        await self._server.start(*names, SERVICE)
+        endpoints: dict[str, str] = {}
+        for role in self._roles:
+            endpoints |= await role.start(self._server.address)
+        self.record = self._record(self._server.address, endpoints)
+        self._membership = Membership(self._engine.config.routers, self.record, self.load)
+        self._membership.start()
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuses new requests; returns how many live ones are left at the limit."""
+        self._draining = True
+        self._core.drain()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._driver.until(lambda: self._core.num_live == 0), timeout_s)
+        return self._core.num_live
+
+    async def stop(self) -> None:
+        """Leaves the routers, ends calls, closes the data plane."""
+        if self._membership is not None:
+            await self._membership.stop()
+        await self._server.stop()
+        for role in self._roles:
+            await role.stop()
+        self._driver.close()
+
+    def load(self) -> WorkerLoad:
+        """What the heartbeat says."""
+        pages, scheduler = self._engine.parts.pages, self._engine.parts.scheduler
+        counts = pages.counts()
+        stuck = self._core.busy and self._driver.loop.time() - self._driver.last_step_at > STUCK_AFTER_S
+        return WorkerLoad(
+            num_pages=pages.num_pages,
+            free_pages=counts[PageState.FREE],
+            evictable_pages=pages.num_evictable,
+            reserved_pages=counts[PageState.RESERVED],
+            filling_pages=counts[PageState.FILLING],
+            sealed_pages=counts[PageState.SEALED],
+            retiring_pages=counts[PageState.RETIRING],
+            quarantined_pages=counts[PageState.QUARANTINED],
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            waiting_tokens=scheduler.waiting_tokens,
+            draining=self._draining,
+            ready=not stuck,
+        )
+
+    def state(self) -> WorkerState:
+        """The answer to GetWorkerStatus."""
+        return WorkerState(
+            record=self.record,
+            load=self.load(),
+            integrity_problem=self._core.check_integrity(),
+            idle=self._core.idle,
+        )
+
+    async def describe(self) -> dict[str, Any]:
+        """State, counters and what is joined, as plain data."""
+        state = self.state()
+        return {
+            "load": asdict(state.load),
+            "integrity_problem": state.integrity_problem,
+            "idle": state.idle,
+            "live": self._core.num_live,
+            "counters": dict(self._driver.counters),
+            "routers": sorted(self._membership.joined) if self._membership else [],
+        }
+
+    def _record(self, control: str, endpoints: dict[str, str]) -> WorkerRecord:
+        parts = self._engine.parts
+        peer = PeerRef(
+            worker_id=parts.context.worker_id,
+            incarnation=parts.context.incarnation,
+            control=control,
+            host_id=parts.host_id,
+            shm=endpoints.get("shm", ""),
+            tcp=endpoints.get("tcp", ""),
+        )
+        return WorkerRecord(
+            peer=peer,
+            role=self._engine.config.role,
+            capability=self._engine.capability(),
+            limits=self._engine.limits,
+            model_name=self._engine.model.name,
+            pool_pages=parts.pages.num_pages,
+            page_size=parts.layout.page_size,
+            pid=os.getpid(),
+        )
