@@ -15,7 +15,7 @@ from pdserve.types import PeerRef, Role, WorkerRecord
 from router.inflight import InFlight
 
 REQUEST_COST = 64
-"""What a request costs besides its tokens, in tokens: a step with few rows takes as long as with this many."""
+"""What a request costs besides its tokens, in tokens: a step of few rows takes as long as one of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,216 @@
+"""A client's request into a ValidRequest, or a typed error naming the field. Only a ValidRequest goes further.
+
+Two steps, as tokenising lies between them: `check_fields` sees all but token ids, `check_prompt` the ids.
+Documented defaults: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, a drawn seed, max_tokens 256 (and never
+past the context), a deadline of 600 s, priority 0.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+from pdserve.api import ChatMessage, GenerateInput, SamplingInput
+from pdserve.errors import InvalidRequest, NeverFits, PromptTooLong, UnknownModel, UnsupportedFeature
+from pdserve.types import ModelLimits, SamplingParams
+
+DEFAULT_MAX_TOKENS = 256
+DEFAULT_DEADLINE_S = MAX_DEADLINE_S = 600.0
+MAX_TEMPERATURE = 100.0
+MAX_STOP_TEXTS, MAX_STOP_BYTES = 16, 256
+MAX_STOP_IDS = 64
+MAX_PRIORITY = 100
+MAX_LABEL_BYTES = 128
+MAX_MESSAGES = 1024
+ROLES = ("system", "user", "assistant")
+_TRACE_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What requests are checked against. capacity: KV rows of the largest empty pool, None if not known."""
+
+    model: str
+    limits: ModelLimits
+    capacity: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A request whose fields are in order; its prompt is not tokenised yet. max_tokens None: the default."""
+
+    source: GenerateInput
+    sampling: SamplingParams
+    max_tokens: int | None
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidRequest:
+    """What the rest of the router sees. stop_ids: ids that end the stream, the model's own included."""
+
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    stop_ids: frozenset[int]
+    deadline_s: float
+    priority: int
+    client_request_id: str
+    use_prefix_cache: bool
+    trace_id: str
+    want_text: bool
+
+
+def check_fields(source: GenerateInput, target: Target, *, seed: int) -> Checked:
+    """Everything but token ids. seed: used if the request names none.
+
+    Raises InvalidRequest, UnsupportedFeature or UnknownModel, whose message names the field.
+    """
+    if source.model and source.model != target.model:
+        raise UnknownModel("model: this server does not serve that model; GetModel tells which it serves.")
+    _check_input(source)
+    _check_plain(source)
+    _check_stop(source.stop)
+    deadline = _number("deadline_s", source.deadline_s, 0.0, MAX_DEADLINE_S)
+    return Checked(
+        source=source,
+        sampling=_sampling(source.sampling, target.limits, seed),
+        max_tokens=source.sampling.max_tokens,
+        deadline_s=deadline or DEFAULT_DEADLINE_S,
+    )
+
+
+def check_prompt(checked: Checked, token_ids: tuple[int, ...], target: Target) -> ValidRequest:
+    """The prompt's ids, and how much completion fits behind them.
+
+    Raises InvalidRequest (empty, or an id outside the vocabulary), PromptTooLong or NeverFits.
+    """
+    limits = target.limits
+    if not token_ids:
+        raise InvalidRequest.field("prompt", "is empty; send at least one token.")
+    if max(token_ids) >= limits.vocab_size or min(token_ids) < 0:
+        raise InvalidRequest.field("tokens", f"ids must be below the vocabulary size, {limits.vocab_size}.")
+    source, sampling = checked.source, checked.sampling
+    max_tokens = _max_tokens(checked.max_tokens, len(token_ids), target)
+    stops = frozenset(sampling.stop_token_ids)
+    return ValidRequest(
+        token_ids=token_ids,
+        sampling=replace(sampling, max_tokens=max_tokens),
+        stop=source.stop,
+        stop_ids=stops if sampling.ignore_eos else stops | frozenset(limits.end_token_ids),
+        deadline_s=checked.deadline_s,
+        priority=source.priority,
+        client_request_id=source.client_request_id,
+        use_prefix_cache=not source.no_prefix_cache,
+        trace_id=source.trace_id,
+        want_text=not source.no_text,
+    )
+
+
+def _max_tokens(asked: int | None, num_prompt: int, target: Target) -> int:
+    """Clamped to what is left of the context; what no pool can hold is refused if it was asked for."""
+    left = target.limits.max_context - num_prompt
+    if left < 1:
+        raise PromptTooLong(
+            f"The prompt has {num_prompt} tokens; the model's context is {target.limits.max_context}, "
+            "one of which is the answer's: send a shorter prompt."
+        )
+    wanted = min(DEFAULT_MAX_TOKENS if asked is None else asked, left)
+    if target.capacity is None or num_prompt + wanted <= target.capacity:
+        return wanted
+    if asked is None and num_prompt < target.capacity:
+        return target.capacity - num_prompt
+    raise NeverFits(
+        f"The prompt and max_tokens need {num_prompt + wanted} tokens of KV cache; the largest worker "
+        f"holds {target.capacity}: ask for less, or start workers with more KV memory."
+    )
+
+
+def _sampling(asked: SamplingInput, limits: ModelLimits, seed: int) -> SamplingParams:
+    top_k = 0 if asked.top_k is None else _whole("sampling.top_k", asked.top_k, 0, limits.vocab_size)
+    if asked.max_tokens is not None:
+        _whole("sampling.max_tokens", asked.max_tokens, 1, 2**32 - 1)
+    if len(asked.stop_token_ids) > MAX_STOP_IDS:
+        raise InvalidRequest.field("sampling.stop_token_ids", f"may have {MAX_STOP_IDS} ids at most.")
+    for token_id in asked.stop_token_ids:
+        _whole("sampling.stop_token_ids", token_id, 0, limits.vocab_size - 1)
+    return SamplingParams(
+        temperature=_or("sampling.temperature", asked.temperature, 0.0, MAX_TEMPERATURE, default=0.0),
+        top_k=top_k,
+        top_p=_open("sampling.top_p", asked.top_p, low_open=True, default=1.0),
+        min_p=_open("sampling.min_p", asked.min_p, low_open=False, default=0.0),
+        seed=seed if asked.seed is None else _whole("sampling.seed", asked.seed, 0, 2**64 - 1),
+        stop_token_ids=asked.stop_token_ids,
+        ignore_eos=asked.ignore_eos,
+    )
+
+
+def _check_input(source: GenerateInput) -> None:
+    given = [value for value in (source.prompt, source.messages, source.token_ids) if value is not None]
+    if len(given) != 1:
+        raise InvalidRequest.field("input", "send exactly one of prompt, chat and tokens.")
+    if source.prompt == "":
+        raise InvalidRequest.field("prompt", "is empty; send at least one character.")
+    if source.token_ids == ():
+        raise InvalidRequest.field("tokens", "is empty; send at least one token.")
+    if source.messages is not None:
+        _check_messages(source.messages)
+
+
+def _check_messages(messages: tuple[ChatMessage, ...]) -> None:
+    if not messages:
+        raise InvalidRequest.field("chat.messages", "is empty; send at least one message.")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest.field("chat.messages", f"may have {MAX_MESSAGES} messages at most.")
+    if any(message.role not in ROLES for message in messages):
+        raise InvalidRequest.field("chat.messages.role", f"must be one of {', '.join(ROLES)}.")
+
+
+def _check_plain(source: GenerateInput) -> None:
+    if source.n > 1:
+        raise UnsupportedFeature.field("n", "several choices are not supported yet; send one request each.")
+    if _number("resume_window_s", source.resume_window_s, 0.0, math.inf) > 0:
+        raise UnsupportedFeature.field("resume_window_s", "resuming is not supported yet; send 0.")
+    _whole("priority", source.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    if len(source.client_request_id.encode()) > MAX_LABEL_BYTES:
+        raise InvalidRequest.field("client_request_id", f"may have {MAX_LABEL_BYTES} bytes at most.")
+    if source.trace_id and not _TRACE_ID.fullmatch(source.trace_id):
+        raise InvalidRequest.field("trace_id", "must be 32 lower-case hex digits.")
+
+
+def _check_stop(stop: tuple[str, ...]) -> None:
+    if len(stop) > MAX_STOP_TEXTS:
+        raise InvalidRequest.field("stop", f"may have {MAX_STOP_TEXTS} texts at most.")
+    for text in stop:
+        if not text or len(text.encode()) > MAX_STOP_BYTES:
+            raise InvalidRequest.field("stop", f"each text must have 1 to {MAX_STOP_BYTES} bytes.")
+
+
+def _number(name: str, value: float, low: float, high: float) -> float:
+    """A finite number in [low, high]; raises InvalidRequest."""
+    if not math.isfinite(value) or not low <= value <= high:
+        bounds = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of at least {low:g}"
+        raise InvalidRequest.field(name, f"must be a number {bounds}.")
+    return value
+
+
+def _or(name: str, value: float | None, low: float, high: float, *, default: float) -> float:
+    return default if value is None else _number(name, value, low, high)
+
+
+def _open(name: str, value: float | None, *, low_open: bool, default: float) -> float:
+    """A share: in (0, 1] with `low_open`, else in [0, 1)."""
+    if value is None:
+        return default
+    good = 0.0 < value <= 1.0 if low_open else 0.0 <= value < 1.0
+    if not good:
+        bounds = "above 0 and at most 1" if low_open else "at least 0 and below 1"
+        raise InvalidRequest.field(name, f"must be a number {bounds}.")
+    return value
+
+
+def _whole(name: str, value: int, low: int, high: int) -> int:
+    if not low <= value <= high:
+        raise InvalidRequest.field(name, f"must be a whole number from {low} to {high}.")
+    return value
