@@ -30,7 +30,7 @@ class SeqSpec:
     num_computed: rows of KV already in `pages` (0 ≤ num_computed ≤ len(token_ids) - 1).
     pages: block table so far, held under Holder(request, seq_id) by whoever submits; may be longer than
     needed (growth reserve). num_shared: leading pages that are sealed and shared (never written).
-    content_keys: one per full page of token_ids, for the prefix cache; empty means: do not publish.
+    use_prefix_cache: look token_ids up and publish full pages, under keys salted with cache_salt.
     arrival: order of admission; age for preemption (oldest never is preempted).
     """
 
@@ -107,7 +107,7 @@ class PageReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """The sequence was scheduled for the first time (or again after a preemption); hit_tokens came from cache."""
+    """The sequence starts (again, after a preemption); hit_tokens came from the prefix cache just now."""
 
     seq_id: str
     hit_tokens: int
@@ -160,6 +160,4 @@ class SeqStopped:
     seq_id: str
 
 
-SeqEvent = (
-    PageReady | Started | TokenSampled | PromptDone | Preempted | SeqFinished | SeqFailed | SeqStopped
-)
+SeqEvent = PageReady | Started | TokenSampled | PromptDone | Preempted | SeqFinished | SeqFailed | SeqStopped

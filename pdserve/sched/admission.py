@@ -1,0 +1,95 @@
+"""Who starts, who grows and who has to give pages back, before each step.
+
+Rules, none of which can livelock (protocol.md §5):
+- Waiting sequences start by (priority, arrival); the first that finds no pages blocks those behind it,
+  save those that hold pages already, which wait for nothing else.
+- All pages of a sequence's rows are bound when it starts; decode takes growth pages one at a time.
+- Whoever lacks pages takes them from the youngest sequence that has some, and only from younger ones:
+  the oldest never loses its pages and so always goes on.
+"""
+
+from __future__ import annotations
+
+from pdserve.sched.binding import PageBinder
+from pdserve.sched.budget import Budget
+from pdserve.sched.config import SchedConfig
+from pdserve.sched.plan import Preempted, SeqEvent, Started
+from pdserve.sched.roster import Roster
+from pdserve.sched.sequence import Seq
+
+
+class Admission:
+    """Changes the roster and binds pages; never called while a step is in flight. Events go to `events`."""
+
+    def __init__(
+        self, config: SchedConfig, roster: Roster, binder: PageBinder, events: list[SeqEvent]
+    ) -> None:
+        self._config = config
+        self._roster = roster
+        self._binder = binder
+        self._events = events
+
+    def grow(self) -> None:
+        """Growth pages for running sequences, oldest first. One that gets none is sent back or, as the
+        oldest, stays without a share of this step: its pages are held from outside, for a lease at most."""
+        for seq in self._roster.by_age():
+            if seq.seq_id in self._roster.running:
+                self._grow_one(seq)
+
+    def admit(self) -> None:
+        """Starts what fits into the slots, the step's budget and the pool."""
+        budget = Budget.after(self._config, self._roster.by_rank())
+        blocked = False
+        for seq in tuple(self._roster.waiting):
+            if len(self._roster.running) >= self._config.max_num_seqs:
+                return
+            if not seq.pages and (blocked or not budget.may_start(seq)):
+                blocked = True
+                if not self._roster.any_waiting_holder:
+                    return
+                continue
+            if self._start(seq):
+                budget.share(seq)
+            else:
+                blocked = blocked or not seq.pages
+
+    def _grow_one(self, seq: Seq) -> None:
+        while not self._binder.grow(seq):
+            younger = self._roster.holders_younger_than(seq)
+            if younger:
+                self._preempt(younger[-1])
+                continue
+            if self._roster.any_older_holder(seq):
+                self._preempt(seq)
+            return
+
+    def _start(self, seq: Seq) -> bool:
+        # Newcomers leave one growth page to each running sequence, lest they are sent back at once.
+        keep_back = 0 if seq.pages else len(self._roster.running)
+        num_hit = self._binder.bind(seq, keep_back=keep_back)
+        if num_hit is None:
+            num_hit = self._bind_before_younger(seq)
+        if num_hit is None:
+            return False
+        self._roster.start(seq)
+        seq.started()
+        self._events.append(Started(seq_id=seq.seq_id, hit_tokens=num_hit))
+        self._events.extend(self._binder.hits(seq, num_hit))
+        return True
+
+    def _bind_before_younger(self, seq: Seq) -> int | None:
+        """Binds at the cost of younger sequences (handed over after it was sent back), youngest first."""
+        younger = self._roster.holders_younger_than(seq)
+        if not younger or self._binder.shortfall(seq) > sum(len(each.pages) for each in younger):
+            return None
+        while younger:
+            num_hit = self._binder.bind(seq)
+            if num_hit is not None:
+                return num_hit
+            self._preempt(younger.pop())
+        return self._binder.bind(seq)
+
+    def _preempt(self, seq: Seq) -> None:
+        self._binder.release(seq)
+        self._roster.send_back(seq)
+        self._events.append(Preempted(seq_id=seq.seq_id))
