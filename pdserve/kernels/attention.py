@@ -12,6 +12,7 @@ import torch
 
 from pdserve.kernels.attention_meta import AttentionMeta
 from pdserve.kernels.kv_view import KVView, read_kv
+from pdserve.kernels.native import DTYPE_CODE, check, library
 
 
 def paged_attention(
@@ -23,7 +24,14 @@ def paged_attention(
     Rows at or beyond a sequence's context are never looked at.
     Raises InternalError for a page outside the pool.
     """
-    return paged_attention_reference(q_THD, kv, layer, meta, scale=scale, window=window)
+    q_THD = q_THD.contiguous()
+    out = torch.empty_like(q_THD)
+    status = library().pds_paged_attention(
+        out.data_ptr(), q_THD.data_ptr(), kv.native, layer, meta.native, q_THD.shape[1], scale, window,
+        DTYPE_CODE[q_THD.dtype],
+    )  # fmt: skip
+    check(status)
+    return out
 
 
 def paged_attention_reference(

@@ -12,16 +12,21 @@ from dataclasses import dataclass
 
 import torch
 
+from pdserve.kernels.native import DTYPE_CODE, library
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLinear:
-    """A linear layer's weight in the kernel's order. num_out, num_in: N, K of the plain weight."""
+    """A linear layer's weight in panels: [N / panel, K steps, panel] of 4-byte steps (one float32, or a pair of
+    bfloat16), zero-padded. num_out, num_in: N, K of the plain weight. bias: float32, or None.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     num_out: int
     num_in: int
     dtype: torch.dtype
+    panel: int
 
     @classmethod
     def pack(
@@ -39,8 +44,19 @@ class PackedLinear:
         dtype = dtype or weight_NK.dtype
         bias = None if bias_N is None else bias_N.to(torch.float32).contiguous()
         num_out, num_in = weight_NK.shape
-        weight = weight_NK.to(dtype).contiguous()
-        return cls(weight=weight, bias=bias, num_out=num_out, num_in=num_in, dtype=dtype)
+        panel = library().pds_panel_width()
+        panels, steps = -(-num_out // panel), -(-num_in * dtype.itemsize // 4)
+        packed = torch.empty(panels * steps * panel * 4 // dtype.itemsize, dtype=dtype)
+        plain = weight_NK.to(dtype).contiguous()
+        library().pds_pack_linear(packed.data_ptr(), plain.data_ptr(), num_out, num_in, DTYPE_CODE[dtype])
+        return cls(weight=packed, bias=bias, num_out=num_out, num_in=num_in, dtype=dtype, panel=panel)
+
+    def unpack(self) -> torch.Tensor:
+        """The plain [N, K] weight again."""
+        pair = 4 // self.dtype.itemsize
+        steps = -(-self.num_in // pair)
+        panels = self.weight.view(-1, steps, self.panel, pair)
+        return panels.transpose(1, 2).reshape(-1, steps * pair)[: self.num_out, : self.num_in]
 
 
 def linear(x_MK: torch.Tensor, packed: PackedLinear, *, out_float32: bool = False) -> torch.Tensor:
@@ -48,12 +64,20 @@ def linear(x_MK: torch.Tensor, packed: PackedLinear, *, out_float32: bool = Fals
 
     out_float32: return the float32 sums unrounded (logits: bfloat16 would tie them).
     """
-    return linear_reference(x_MK, packed, out_float32=out_float32)
+    x_MK = x_MK.contiguous()
+    rows = x_MK.shape[0]
+    out = torch.empty((rows, packed.num_out), dtype=torch.float32 if out_float32 else packed.dtype)
+    library().pds_linear(
+        out.data_ptr(), x_MK.data_ptr(), packed.weight.data_ptr(),
+        None if packed.bias is None else packed.bias.data_ptr(),
+        rows, packed.num_out, packed.num_in, DTYPE_CODE[packed.dtype], out_float32,
+    )  # fmt: skip
+    return out
 
 
 def linear_reference(x_MK: torch.Tensor, packed: PackedLinear, *, out_float32: bool = False) -> torch.Tensor:
     """Plain torch form of `linear`."""
-    out = x_MK.float() @ packed.weight.float().T
+    out = x_MK.float() @ packed.unpack().float().T
     if packed.bias is not None:
         out = out + packed.bias
     return out if out_float32 else out.to(packed.dtype)

@@ -7,10 +7,19 @@ from __future__ import annotations
 
 import torch
 
+from pdserve.kernels.native import DTYPE_CODE, library
+
 
 def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight over the last dim, any leading dims. x and weight share a dtype."""
-    return rms_norm_reference(x_TE, weight_E, eps)
+    x_TE = x_TE.contiguous()
+    out = torch.empty_like(x_TE)
+    width = weight_E.shape[0]
+    library().pds_rms_norm(
+        out.data_ptr(), x_TE.data_ptr(), weight_E.data_ptr(), x_TE.numel() // width, width, eps,
+        DTYPE_CODE[x_TE.dtype],
+    )  # fmt: skip
+    return out
 
 
 def rms_norm_reference(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
@@ -24,7 +33,14 @@ def add_rms_norm(
     x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(x + residual), x + residual); the sum is rounded to dtype first. Inputs are kept."""
-    return add_rms_norm_reference(x_TE, residual_TE, weight_E, eps)
+    x_TE, residual_TE = x_TE.contiguous(), residual_TE.contiguous()
+    out, total = torch.empty_like(x_TE), torch.empty_like(x_TE)
+    width = weight_E.shape[0]
+    library().pds_add_rms_norm(
+        out.data_ptr(), total.data_ptr(), x_TE.data_ptr(), residual_TE.data_ptr(), weight_E.data_ptr(),
+        x_TE.numel() // width, width, eps, DTYPE_CODE[x_TE.dtype],
+    )  # fmt: skip
+    return out, total
 
 
 def add_rms_norm_reference(

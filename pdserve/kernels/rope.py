@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from pdserve.kernels.kv_view import KVView
+from pdserve.kernels.native import DTYPE_CODE, check, library
 from pdserve.kernels.norm import rms_norm_reference
 from pdserve.kernels.write_kv import write_kv_reference
 
@@ -20,7 +21,7 @@ def apply_rope(
 
     cos_TD, sin_TD: float32, per token; the second half of D repeats the first.
     """
-    return apply_rope_reference(q_THD, k_TKD, cos_TD, sin_TD)
+    return _rotated(q_THD, cos_TD, sin_TD), _rotated(k_TKD, cos_TD, sin_TD)
 
 
 def apply_rope_reference(
@@ -48,10 +49,16 @@ def rope_and_write_kv(
     q_norm_D, k_norm_D: weights of the RMS norms over each head before rope (Qwen3), or None. Otherwise as
     `apply_rope` and `write_kv`, which see.
     """
-    return rope_and_write_kv_reference(
-        qkv_TF, cos_TD, sin_TD, kv, layer, slots_T,
-        num_heads=num_heads, q_norm_D=q_norm_D, k_norm_D=k_norm_D, eps=eps,
+    qkv_TF = qkv_TF.contiguous()
+    tokens, dtype = qkv_TF.shape[0], qkv_TF.dtype
+    q_THD = torch.empty((tokens, num_heads, kv.head_dim), dtype=dtype)
+    status = library().pds_rope_and_write_kv(
+        q_THD.data_ptr(), qkv_TF.data_ptr(), cos_TD.data_ptr(), sin_TD.data_ptr(), kv.native, layer,
+        slots_T.data_ptr(), tokens, num_heads, None if q_norm_D is None else q_norm_D.data_ptr(),
+        None if k_norm_D is None else k_norm_D.data_ptr(), eps, DTYPE_CODE[dtype],
     )  # fmt: skip
+    check(status)
+    return q_THD
 
 
 def rope_and_write_kv_reference(
@@ -75,6 +82,13 @@ def rope_and_write_kv_reference(
     k = k if k_norm_D is None else rms_norm_reference(k, k_norm_D, eps)
     write_kv_reference(_rotate(k, cos_TD, sin_TD), v, kv, layer, slots_T)
     return _rotate(q, cos_TD, sin_TD)
+
+
+def _rotated(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    out = x_THD.clone(memory_format=torch.contiguous_format)
+    code = DTYPE_CODE[out.dtype]
+    library().pds_apply_rope(out.data_ptr(), cos_TD.data_ptr(), sin_TD.data_ptr(), *out.shape, code)
+    return out
 
 
 def _rotate(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:

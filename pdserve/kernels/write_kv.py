@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from pdserve.kernels.kv_view import KVView
+from pdserve.kernels.native import DTYPE_CODE, check, library
 
 
 def write_kv(k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: KVView, layer: int, slots_T: torch.Tensor) -> None:
@@ -15,7 +16,12 @@ def write_kv(k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: KVView, layer: int, s
 
     Slots must differ from each other. Raises InternalError for a slot outside the pool.
     """
-    write_kv_reference(k_TKD, v_TKD, kv, layer, slots_T)
+    k_TKD, v_TKD = k_TKD.contiguous(), v_TKD.contiguous()
+    status = library().pds_write_kv(
+        kv.native, k_TKD.data_ptr(), v_TKD.data_ptr(), layer, slots_T.data_ptr(), k_TKD.shape[0],
+        DTYPE_CODE[k_TKD.dtype],
+    )  # fmt: skip
+    check(status)
 
 
 def write_kv_reference(

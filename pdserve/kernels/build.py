@@ -1,0 +1,146 @@
+"""Compiling the C++ kernels once per machine: find a compiler, key the result, build, keep it. Loading is `native`.
+
+The library is cached under $XDG_CACHE_HOME/pdserve (default ~/.cache/pdserve) by a hash of sources, flags,
+compiler version and CPU flags, and put in place by one rename; a file lock keeps two processes from building at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess  # noqa: S404
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.errors import ConfigError
+
+_SOURCES = Path(__file__).with_name("csrc")
+_FLAGS = (
+    "-O3", "-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden",
+    # One rounding per written operation: contraction could differ between two copies of the same code.
+    "-ffp-contract=off",
+    # GCC 11 and 12 warn about their own intrinsics.
+    "-Wno-maybe-uninitialized", "-Wno-uninitialized",
+)  # fmt: skip
+_MARCH = {"native": "native", "avx2": "haswell", "avx512": "skylake-avx512"}
+_LIMIT_S = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildPlan:
+    """A build, not yet done. key: names the library. source_hash: of the C++ alone, for the numerics id."""
+
+    compiler: tuple[str, ...]
+    flags: tuple[str, ...]
+    key: str
+    source_hash: str
+
+
+def chosen_isa(environ: dict[str, str] | os._Environ[str] = os.environ) -> str:
+    """Target of the build: "native", or PDSERVE_KERNEL_ISA, or "avx2" when torch and oneDNN are held to AVX2 too.
+
+    Raises ConfigError for an unknown name.
+    """
+    isa = environ.get("PDSERVE_KERNEL_ISA", "")
+    held = environ.get("ATEN_CPU_CAPABILITY") == "avx2" and environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2"
+    isa = isa or ("avx2" if held else "native")
+    if isa not in _MARCH:
+        raise ConfigError(f"PDSERVE_KERNEL_ISA is {isa!r}; it can be {', '.join(_MARCH)}")
+    return isa
+
+
+def plan_build() -> BuildPlan:
+    """What would be built here. Raises ConfigError without a compiler or on a CPU without AVX2."""
+    cpu_flags = _cpu_flags()
+    compiler = _find_compiler()
+    flags = (*_FLAGS, f"-march={_MARCH[chosen_isa()]}")
+    sources = hashlib.sha256()
+    for path in sorted(_SOURCES.iterdir()):
+        if path.suffix in (".cpp", ".h"):
+            sources.update(path.name.encode() + b"\0" + path.read_bytes())
+    version = _run((*compiler, "--version")).splitlines()[0]
+    key = hashlib.sha256(sources.digest())
+    for part in (*compiler, *flags, version, cpu_flags):
+        key.update(part.encode() + b"\0")
+    return BuildPlan(
+        compiler=compiler, flags=flags, key=key.hexdigest()[:24], source_hash=sources.hexdigest()[:12]
+    )
+
+
+def ensure_built(plan: BuildPlan) -> Path:
+    """Path of the library, built first if it is not in the cache. Raises ConfigError if it does not compile."""
+    folder = _cache_folder()
+    target = folder / f"kernels-{plan.key}.so"
+    if target.exists():
+        return target
+    with open(folder / "kernels.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _build(plan, target)
+    return target
+
+
+def _build(plan: BuildPlan, target: Path) -> None:
+    print("building CPU kernels (once per machine)…", end="", file=sys.stderr, flush=True)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        sources = sorted(_SOURCES.glob("*.cpp"))
+        objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
+        compile_one = (*plan.compiler, *plan.flags, "-c")
+        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+            jobs = [(*compile_one, str(s), "-o", o) for s, o in zip(sources, objects, strict=True)]
+            list(pool.map(_run, jobs))
+        # Linked without an OpenMP runtime: its symbols resolve to the one torch has loaded (`native`).
+        library = str(Path(scratch) / "kernels.so")
+        _run((*plan.compiler, "-shared", *objects, "-o", library))
+        os.replace(library, target)
+    print(f" done in {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+
+
+def _cache_folder() -> Path:
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = root / "pdserve"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        raise ConfigError("the cache folder can not be made; set XDG_CACHE_HOME to a writable one") from None
+    return folder
+
+
+def _cpu_flags() -> str:
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        raise ConfigError("the CPU kernels need Linux on x86-64")
+    with open("/proc/cpuinfo") as cpuinfo:
+        flags = next((line for line in cpuinfo if line.startswith("flags")), "")
+    if not {"avx2", "fma"} <= set(flags.split()):
+        raise ConfigError("the CPU kernels need a CPU with AVX2 and FMA")
+    return flags
+
+
+def _find_compiler() -> tuple[str, ...]:
+    named = os.environ.get("CXX", "").split()
+    for words in (named,) if named else (["c++"], ["g++"], ["clang++"]):
+        path = shutil.which(words[0])
+        if path is not None:
+            return (path, *words[1:])
+    raise ConfigError("a C++ compiler is needed to build the CPU kernels; install g++, or set CXX to one")
+
+
+def _run(command: Sequence[str]) -> str:
+    done = subprocess.run(  # noqa: S603
+        command, capture_output=True, text=True, check=False, timeout=_LIMIT_S
+    )
+    if done.returncode:
+        print(f"\n{done.stderr[-4000:]}", file=sys.stderr)
+        raise ConfigError(
+            "the CPU kernels did not compile; g++ 11 or later is needed (the compiler's words are above)"
+        )
+    return done.stdout

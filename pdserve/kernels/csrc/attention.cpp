@@ -1,0 +1,317 @@
+// Varlen attention over pages. A work item is (sequence, tile of its rows, KV head); rows are the tile's tokens
+// times the query heads of the KV head. Keys come in spans of kSpan positions at absolute multiples of kSpan:
+// scores of a span, softmax against the running maximum, then p v. Every reduction follows positions alone, so a
+// row's result does not depend on its tile, batch, chunk, page size or thread.
+#include <algorithm>
+#include <atomic>
+#include <utility>
+#include <vector>
+
+#include "tile.h"
+
+namespace {
+
+constexpr int kBlock = 16;                // positions that share one base pointer; divides every page size
+constexpr int kSpan = 256;                // positions between two looks at the running maximum
+constexpr int kBlocks = kSpan / kBlock;
+constexpr int kTileRows = 64;             // rows of an item, unless the group alone is larger
+constexpr int64_t kWorth = 1 << 18;
+constexpr float kLowest = -1e30f;         // "no maximum yet": finite, so that differences stay numbers
+
+#ifdef PDS_AVX512
+template <class T> constexpr int kMaxRows = 6;
+constexpr int kVectors = 4;               // vectors side by side in a tile
+#else
+template <class T> constexpr int kMaxRows = sizeof(T) == 4 ? 6 : 4;
+constexpr int kVectors = 2;
+#endif
+constexpr int kBlockVectors = kBlock / VW;              // vectors of scores in a block
+constexpr int kGroup = kVectors / kBlockVectors;        // blocks side by side in a tile
+template <class T> constexpr long kWeightRow = kSpan / kElemsPerStep<T>;  // steps of a row of softmax weights
+
+struct Call {
+    const void* q;
+    void* out;
+    const KVDesc& kv;
+    const AttentionDesc& meta;
+    int64_t layer, num_heads;
+    float scale;
+    int64_t window;
+};
+
+struct Item {
+    int32_t seq, first_token, num_tokens;
+};
+
+// What an item works on: q rows packed per row block, one row block's scores and weights, the softmax's state.
+template <class T> struct Work {
+    int rows, dim, padded_dim, num_blocks, base, extra;
+    u32* q;          // row blocks of [dim steps][rows of the block]
+    float* scores;   // [kMaxRows][kSpan]
+    T* weights;      // [kMaxRows][kSpan]; float32: the scores themselves
+    float* sums;     // [rows][padded_dim]
+    float* totals;   // [rows][VW]
+    float* top;      // [rows]
+    float* rescale;  // [rows]
+    int32_t* position;  // [rows]
+    u32* last_pair;  // [dim]: V of the last position where its neighbour is beyond the context
+
+    Work(Scratch& scratch, int num_rows, int head_dim) : rows(num_rows), dim(head_dim) {
+        padded_dim = (dim + VW - 1) / VW * VW;
+        num_blocks = (rows + kMaxRows<T> - 1) / kMaxRows<T>;
+        base = rows / num_blocks, extra = rows % num_blocks;
+        const size_t score_words = kMaxRows<T> * kSpan;
+        float* at = scratch.get<float>(2 * score_words + (2 * padded_dim + VW + 3) * rows + padded_dim);
+        const auto take = [&at](size_t count) { return std::exchange(at, at + count); };
+        scores = take(score_words);
+        weights = reinterpret_cast<T*>(sizeof(T) == 4 ? scores : take(score_words / 2));
+        sums = take(static_cast<size_t>(rows) * padded_dim);
+        q = reinterpret_cast<u32*>(take(static_cast<size_t>(rows) * padded_dim));
+        totals = take(static_cast<size_t>(rows) * VW);
+        last_pair = reinterpret_cast<u32*>(take(padded_dim));
+        top = take(rows), rescale = take(rows);
+        position = reinterpret_cast<int32_t*>(take(rows));
+    }
+
+    int start(int block) const { return block * base + std::min(block, extra); }
+    int size(int block) const { return base + (block < extra); }
+};
+
+// One span of keys of one head: bases of its blocks, and which of its positions count.
+struct Span {
+    int64_t origin;            // absolute position of block 0
+    int from, to;              // blocks [from, to) hold visible positions
+    int end;                   // positions at or beyond are outside the item's context
+    const u32* k[kBlocks + kGroup];
+    const u32* v[kBlocks];
+};
+
+template <class T, int MR>
+void score_rows(const u32* q, long steps, const Span& span, long k_step, float* scores) {
+    for (int block = span.from; block < span.to; block += kGroup) {
+        vf acc[MR][kVectors];
+        for (int r = 0; r < MR; r++)
+            for (int v = 0; v < kVectors; v++) acc[r][v] = vzero();
+        tile<T, MR, kGroup, kBlockVectors, 1, MR>(acc, q, span.k + block, k_step, steps);
+        for (int r = 0; r < MR; r++)
+            for (int v = 0; v < kVectors && block * kBlock + v * VW < kSpan; v++)
+                vstore(scores + r * kSpan + block * kBlock + v * VW, acc[r][v]);
+    }
+}
+
+// Columns [col, col + COLS vectors) of sums = sums * rescale + weights * V.
+template <class T, int MR, int COLS, bool TAIL>
+PDS_INLINE void weigh_columns(const Work<T>& w, int row, int col, const Span& span, const u32* last_pair, Mask mask) {
+    vf acc[MR][COLS];
+    float* sums = w.sums + static_cast<long>(row) * w.padded_dim + col;
+    for (int r = 0; r < MR; r++)
+        for (int v = 0; v < COLS; v++)
+            acc[r][v] = vmul(vload(sums + r * w.padded_dim + v * VW), vset(w.rescale[row + r]));
+    const u32* weights = reinterpret_cast<const u32*>(w.weights);
+    for (int block = span.from; block < span.to; block++) {
+        const int count = std::min(kBlock, span.end - block * kBlock);
+        const u32* base = span.v[block] + col;
+        const u32* first_weight = weights + block * (kBlock / kElemsPerStep<T>);
+        const int steps = count / kElemsPerStep<T>;
+        tile<T, MR, 1, COLS, kWeightRow<T>, 1, TAIL>(acc, first_weight, &base, w.dim, steps, mask);
+        if (count % kElemsPerStep<T> == 0) continue;
+        base = last_pair + col;
+        tile<T, MR, 1, COLS, kWeightRow<T>, 1, TAIL>(acc, first_weight + steps, &base, w.dim, 1, mask);
+    }
+    for (int r = 0; r < MR; r++)
+        for (int v = 0; v < COLS; v++) vstore(sums + r * w.padded_dim + v * VW, acc[r][v]);
+}
+
+template <class T, int MR> void weigh_rows(const Work<T>& w, int row, const Span& span) {
+    int col = 0;
+    for (; col + kVectors * VW <= w.dim; col += kVectors * VW)
+        weigh_columns<T, MR, kVectors, false>(w, row, col, span, w.last_pair, first(VW));
+    for (; col + VW <= w.dim; col += VW) weigh_columns<T, MR, 1, false>(w, row, col, span, w.last_pair, first(VW));
+    if (col < w.dim) weigh_columns<T, MR, 1, true>(w, row, col, span, w.last_pair, first(w.dim - col));
+}
+
+template <class T> struct Kernels {
+    using ScoreFn = void (*)(const u32*, long, const Span&, long, float*);
+    using WeighFn = void (*)(const Work<T>&, int, const Span&);
+    ScoreFn score[kMaxRows<T> + 1] = {};
+    WeighFn weigh[kMaxRows<T> + 1] = {};
+
+    Kernels() { fill<kMaxRows<T>>(); }
+    template <int MR> void fill() {
+        score[MR] = score_rows<T, MR>;
+        weigh[MR] = weigh_rows<T, MR>;
+        if constexpr (MR > 1) fill<MR - 1>();
+    }
+};
+
+template <class T> const Kernels<T> kernels;
+
+PDS_INLINE void store_weights(float* to, vf x) { vstore(to, x); }
+PDS_INLINE void store_weights(bf16* to, vf x) { store_bf16(to, x); }
+
+// Scores of a row to softmax weights against the running maximum; positions outside [low, high) of the span weigh
+// 0. place: the row's within its row block.
+template <class T>
+void soften(const Work<T>& w, int row, int place, const Span& span, int low, int high, float scale) {
+    const float* scores = w.scores + place * kSpan;
+    T* weights = w.weights + place * kSpan;
+    const int from = span.from * kBlock, to = span.to * kBlock;
+    const vf hidden = vset(-INFINITY), factor = vset(scale);
+    const auto visible = [&](int i) {
+        const vf x = vmul(vload(scores + i), factor);
+        return i >= low && i + VW <= high ? x : within(x, hidden, i, low, high);
+    };
+    vf most = vset(kLowest);
+    const int first_seen = std::max(from, low / VW * VW);
+    for (int i = first_seen; i < std::min(to, high); i += VW) most = vmax(visible(i), most);
+    const float before = w.top[row];
+    const float now = std::max(before, max_lanes(most));
+    const vf top = vset(now);
+    const float rescale = now == before ? 1.0f : [&] {
+        float lane[VW];
+        vstore(lane, vexp(vset(before - now)));
+        return lane[0];
+    }();
+    float* totals = w.totals + row * VW;
+    vf total = vmul(vload(totals), vset(rescale));
+    for (int i = from; i < to; i += VW) {
+        if (i + VW <= low || i >= high) {
+            store_weights(weights + i, vzero());
+            continue;
+        }
+        const vf weight = vexp(vsub(visible(i), top));
+        total = vadd(total, weight);
+        store_weights(weights + i, weight);
+    }
+    vstore(totals, total);
+    w.top[row] = now;
+    w.rescale[row] = rescale;
+}
+
+template <class T> void gather_q(const Work<T>& w, const Call& call, const Item& item, int64_t kv_head) {
+    const int64_t group = call.num_heads / call.kv.num_kv_heads;
+    const int steps = w.dim / kElemsPerStep<T>;
+    const int64_t row0 = call.meta.query_starts[item.seq] + item.first_token;
+    const int64_t query_len = call.meta.query_starts[item.seq + 1] - call.meta.query_starts[item.seq];
+    const int64_t position0 = call.meta.context_lens[item.seq] - query_len + item.first_token;
+    for (int block = 0; block < w.num_blocks; block++) {
+        const int count = w.size(block);
+        u32* to = w.q + w.start(block) * steps;
+        for (int r = 0; r < count; r++) {
+            const int row = w.start(block) + r;
+            const T* from = static_cast<const T*>(call.q) +
+                            ((row0 + row / group) * call.num_heads + kv_head * group + row % group) * w.dim;
+            for (int s = 0; s < steps; s++) std::memcpy(to + s * count + r, from + s * kElemsPerStep<T>, sizeof(u32));
+            w.position[row] = static_cast<int32_t>(position0 + row / group);
+        }
+    }
+    std::fill_n(w.sums, static_cast<size_t>(w.rows) * w.padded_dim, 0.0f);
+    std::fill_n(w.totals, static_cast<size_t>(w.rows) * VW, 0.0f);
+    std::fill_n(w.top, w.rows, kLowest);
+}
+
+template <class T> void store_out(const Work<T>& w, const Call& call, const Item& item, int64_t kv_head) {
+    const int64_t group = call.num_heads / call.kv.num_kv_heads;
+    const int64_t row0 = call.meta.query_starts[item.seq] + item.first_token;
+    for (int row = 0; row < w.rows; row++) {
+        T* to = static_cast<T*>(call.out) +
+                ((row0 + row / group) * call.num_heads + kv_head * group + row % group) * w.dim;
+        const vf total = vset(sum_lanes(vload(w.totals + row * VW)));
+        const float* sums = w.sums + static_cast<long>(row) * w.padded_dim;
+        int d = 0;
+        for (; d + VW <= w.dim; d += VW) store_rounded(to + d, vdiv(vload(sums + d), total));
+        if (d < w.dim) store_rounded(to + d, vdiv(vload(sums + d), total), first(w.dim - d));
+    }
+}
+
+// Bases of the span's blocks from the block table; false for a page outside the pool.
+template <class T>
+bool find_span(Span& span, const Work<T>& w, const Call& call, int32_t seq, int64_t kv_head, int64_t low, int64_t high) {
+    const KVDesc& kv = call.kv;
+    const int32_t* table = call.meta.block_tables + seq * call.meta.max_pages;
+    span.from = static_cast<int>(std::max<int64_t>(low - span.origin, 0) / kBlock);
+    span.end = static_cast<int>(std::min<int64_t>(high - span.origin, kSpan));
+    span.to = (span.end + kBlock - 1) / kBlock;
+    for (int block = span.from; block < span.to; block++) {
+        const int64_t position = span.origin + block * kBlock;
+        const int64_t index = position / kv.page_size, row = position % kv.page_size;
+        if (index >= call.meta.max_pages || table[index] < 0 || table[index] >= kv.num_pages) return false;
+        const T* part = static_cast<const T*>(kv.storage) + table[index] * kv.page_stride +
+                        call.layer * 2 * kv.part() + kv_head * kv.head_dim * kv.page_size;
+        // A block's row offset: S runs fastest in K (in pairs for bfloat16), slowest in V.
+        span.k[block] = reinterpret_cast<const u32*>(part) + row;
+        span.v[block] = reinterpret_cast<const u32*>(part + kv.part() + row * kv.head_dim);
+    }
+    for (int i = 0; i < kGroup; i++) span.k[span.to + i] = span.k[span.to - 1];
+    if (sizeof(T) == 2 && span.end % 2 == 1) {
+        const u32* pair = span.v[span.to - 1] + (span.end % kBlock) / 2 * w.dim;
+        for (int d = 0; d < w.dim; d++) w.last_pair[d] = pair[d] & 0xffffu;
+    }
+    return true;
+}
+
+template <class T> bool attend(const Call& call, const Item& item, int64_t kv_head) {
+    static thread_local Scratch scratch;
+    const int64_t group = call.num_heads / call.kv.num_kv_heads;
+    const Work<T> w(scratch, static_cast<int>(item.num_tokens * group), static_cast<int>(call.kv.head_dim));
+    gather_q(w, call, item, kv_head);
+    const int64_t high = w.position[w.rows - 1] + 1;
+    const int64_t low = call.window > 0 ? std::max<int64_t>(w.position[0] - call.window + 1, 0) : 0;
+    const long steps = w.dim / kElemsPerStep<T>;
+    Span span;
+    for (span.origin = low / kSpan * kSpan; span.origin < high; span.origin += kSpan) {
+        if (!find_span(span, w, call, item.seq, kv_head, low, high)) return false;
+        for (int block = 0; block < w.num_blocks; block++) {
+            const int row = w.start(block), end = row + w.size(block);
+            kernels<T>.score[end - row](w.q + row * steps, steps, span, call.kv.page_size, w.scores);
+            for (int r = row; r < end; r++) {
+                const int64_t seen = w.position[r] + 1 - span.origin;
+                const int64_t start = call.window > 0 ? seen - call.window : 0;
+                soften(w, r, r - row, span, static_cast<int>(std::max<int64_t>(start, 0)),
+                       static_cast<int>(std::clamp<int64_t>(seen, 0, kSpan)), call.scale);
+            }
+            kernels<T>.weigh[end - row](w, row, span);
+        }
+    }
+    store_out(w, call, item, kv_head);
+    return true;
+}
+
+// Items with the longest contexts first, so that no thread is left with one at the end.
+int64_t list_items(std::vector<Item>& items, const AttentionDesc& meta, int64_t tokens_at_once) {
+    int64_t work = 0;
+    items.clear();
+    for (int64_t seq = meta.num_seqs - 1; seq >= 0; seq--) {
+        const int32_t query_len = meta.query_starts[seq + 1] - meta.query_starts[seq];
+        work += static_cast<int64_t>(query_len) * meta.context_lens[seq];
+        for (int32_t end = query_len; end > 0;) {
+            const int32_t start = static_cast<int32_t>((end - 1) / tokens_at_once * tokens_at_once);
+            items.push_back({static_cast<int32_t>(seq), start, end - start});
+            end = start;
+        }
+    }
+    return work;
+}
+
+template <class T> int attention(const Call& call) {
+    static thread_local std::vector<Item> items;
+    const int64_t kv_heads = call.kv.num_kv_heads;
+    const int64_t group = call.num_heads / kv_heads;
+    const int64_t work = list_items(items, call.meta, std::max<int64_t>(kTileRows / group, 1));
+    const std::vector<Item>& listed = items;
+    const int threads = threads_for(work * call.num_heads * call.kv.head_dim, kWorth);
+    std::atomic<bool> good{true};
+#pragma omp parallel for schedule(dynamic) collapse(2) num_threads(threads)
+    for (size_t i = 0; i < listed.size(); i++)
+        for (int64_t head = 0; head < kv_heads; head++)
+            if (!attend<T>(call, listed[i], head)) good.store(false, std::memory_order_relaxed);
+    return good.load() ? kOk : kOutOfPool;
+}
+
+}  // namespace
+
+PDS_EXPORT int pds_paged_attention(void* out, const void* q, const KVDesc* kv, int64_t layer, const AttentionDesc* meta,
+                                   int64_t num_heads, float scale, int64_t window, int dtype) {
+    const Call call{q, out, *kv, *meta, layer, num_heads, scale, window};
+    return dtype == kFloat32 ? attention<float>(call) : attention<bf16>(call);
+}

@@ -1,0 +1,76 @@
+// RMS norm and the gated activation: rows are independent, each reduced in a fixed order.
+#include "simd.h"
+
+namespace {
+
+constexpr int64_t kWorth = 1 << 15;
+
+// Calls body(first column, lanes) for every vector of a row; lanes is Whole, or the Mask of the last one.
+template <class Body> PDS_INLINE void for_vectors(int64_t cols, Body body) {
+    int64_t i = 0;
+    for (; i + VW <= cols; i += VW) body(i, Whole());
+    if (i < cols) body(i, first(static_cast<int>(cols - i)));
+}
+
+template <class T> void norm_row(T* out, const T* x, const T* weight, int64_t cols, float eps) {
+    vf squares = vzero();
+    for_vectors(cols, [&](int64_t i, auto m) {
+        const vf v = load_as_float(x + i, m);
+        squares = fma(v, v, squares);
+    });
+    const vf scale = vset(1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(cols) + eps));
+    for_vectors(cols, [&](int64_t i, auto m) {
+        const vf normed = rounded<T>(vmul(load_as_float(x + i, m), scale));
+        store_rounded(out + i, vmul(normed, load_as_float(weight + i, m)), m);
+    });
+}
+
+template <class T> void norm(T* out, const T* x, const T* weight, int64_t rows, int64_t cols, float eps) {
+#pragma omp parallel for schedule(static) num_threads(threads_for(rows * cols, kWorth))
+    for (int64_t r = 0; r < rows; r++) norm_row(out + r * cols, x + r * cols, weight, cols, eps);
+}
+
+template <class T>
+void add_norm(T* out, T* total, const T* x, const T* residual, const T* weight, int64_t rows, int64_t cols, float eps) {
+#pragma omp parallel for schedule(static) num_threads(threads_for(rows * cols, kWorth))
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t at = r * cols;
+        for_vectors(cols, [&](int64_t i, auto m) {
+            store_rounded(total + at + i, vadd(load_as_float(x + at + i, m), load_as_float(residual + at + i, m)), m);
+        });
+        norm_row(out + at, total + at, weight, cols, eps);
+    }
+}
+
+template <class T> void silu_mul(T* out, const T* gate_up, int64_t rows, int64_t cols) {
+#pragma omp parallel for schedule(static) num_threads(threads_for(rows * cols, kWorth))
+    for (int64_t r = 0; r < rows; r++) {
+        const T* gate = gate_up + r * 2 * cols;
+        for_vectors(cols, [&](int64_t i, auto m) {
+            const vf g = load_as_float(gate + i, m);
+            const vf silu = vdiv(g, vadd(vset(1.0f), vexp(vsub(vzero(), g))));
+            store_rounded(out + r * cols + i, vmul(silu, load_as_float(gate + cols + i, m)), m);
+        });
+    }
+}
+
+}  // namespace
+
+PDS_EXPORT void pds_rms_norm(void* out, const void* x, const void* weight, int64_t rows, int64_t cols, float eps,
+                             int dtype) {
+    if (dtype == kFloat32) norm((float*)out, (const float*)x, (const float*)weight, rows, cols, eps);
+    else norm((bf16*)out, (const bf16*)x, (const bf16*)weight, rows, cols, eps);
+}
+
+PDS_EXPORT void pds_add_rms_norm(void* out, void* total, const void* x, const void* residual, const void* weight,
+                                 int64_t rows, int64_t cols, float eps, int dtype) {
+    if (dtype == kFloat32)
+        add_norm((float*)out, (float*)total, (const float*)x, (const float*)residual, (const float*)weight, rows, cols, eps);
+    else
+        add_norm((bf16*)out, (bf16*)total, (const bf16*)x, (const bf16*)residual, (const bf16*)weight, rows, cols, eps);
+}
+
+PDS_EXPORT void pds_silu_mul(void* out, const void* gate_up, int64_t rows, int64_t cols, int dtype) {
+    if (dtype == kFloat32) silu_mul((float*)out, (const float*)gate_up, rows, cols);
+    else silu_mul((bf16*)out, (const bf16*)gate_up, rows, cols);
+}
