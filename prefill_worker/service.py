@@ -164,8 +164,8 @@ async def _next(outbox: Outbox, reader: asyncio.Task[None]) -> Envelope | None:
     if not outbox.empty():
         return outbox.get_nowait()
     getter = asyncio.ensure_future(outbox.get())
-    await asyncio.wait({getter, reader}, return_when=asyncio.FIRST_COMPLETED)
-    if getter.done():
-        return getter.result()
-    getter.cancel()
-    return None
+    try:
+        await asyncio.wait({getter, reader}, return_when=asyncio.FIRST_COMPLETED)
+        return getter.result() if getter.done() else None
+    finally:
+        getter.cancel()

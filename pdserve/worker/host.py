@@ -12,9 +12,9 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from pdserve.types import WorkerRecord
 from pdserve.worker.engine import Engine, build_engine
 from pdserve.worker.serving import Serving
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 EXIT_CORE_FAILED = 70
@@ -33,6 +34,14 @@ def _quit(error: BaseException) -> None:
     """The core's state can not be trusted: this process ends, the fleet starts a new incarnation."""
     logging.shutdown()
     os._exit(EXIT_CORE_FAILED)
+
+
+async def _end_tasks() -> None:
+    """Cancels what is left on the loop (gRPC's own stream tasks) and waits for it."""
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
 
 
 class WorkerHost:
@@ -88,6 +97,7 @@ class WorkerHost:
             self._serving = None
         self._compute.shutdown(wait=True)
         if self._control.is_alive():
+            self._call(_end_tasks())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._control.join()
         if not self._loop.is_closed() and not self._control.is_alive():
@@ -120,6 +130,6 @@ class WorkerHost:
         await serving.start()
         return serving
 
-    def _call(self, coroutine: Any) -> Any:
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         return future.result()
