@@ -195,13 +195,15 @@ class Transport:
 
 
 def _shm() -> Transport:
-    from kvtransfer.shm import ShmPageReader, ShmPageServer
+    from kvtransfer.shm.reader import ShmPageReader
+    from kvtransfer.shm.server import ShmPageServer
 
     return Transport(server=ShmPageServer, reader=ShmPageReader)
 
 
 def _tcp() -> Transport:
-    from kvtransfer.tcp import TcpPageReader, TcpPageServer
+    from kvtransfer.tcp.reader import TcpPageReader
+    from kvtransfer.tcp.server import TcpPageServer
 
     return Transport(server=TcpPageServer, reader=TcpPageReader)
 

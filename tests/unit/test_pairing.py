@@ -68,5 +68,6 @@ def test_the_transport_is_decodes_first_choice_that_can_reach() -> None:
 
 
 def test_a_router_gets_it_without_torch() -> None:
-    code = "import sys, kvtransfer.plan, kvtransfer.ticket; sys.exit({'torch', 'socket'} & set(sys.modules) != set())"
+    imports = "import sys, kvtransfer.plan, kvtransfer.ticket"
+    code = f"{imports}; sys.exit(bool({{'torch', 'socket'}} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,168 @@
+"""Accepting: one thread that accepts, one bounded thread per connection, and a stop that all of them see.
+
+What lives here: what the servers of all transports share. What does not: frames and pages.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from kvtransfer.reads import Counters
+from kvtransfer.wire import PeerClosed, WireError
+
+log = logging.getLogger(__name__)
+_BACKLOG = 128
+
+
+class Signal:
+    """A flag that a poll can wait for. Any thread may set it; `clear` is for its one waiter."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._flag = self._closed = False
+
+    def fileno(self) -> int:
+        """For poll: readable while set."""
+        return self._fd
+
+    def set(self) -> None:
+        """Sets the flag; without effect once closed."""
+        with self._lock:
+            if not self._flag and not self._closed:
+                self._flag = True
+                os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Clears the flag."""
+        with self._lock:
+            if self._flag and not self._closed:
+                self._flag = False
+                os.eventfd_read(self._fd)
+
+    def is_set(self) -> bool:
+        """Whether the flag is set."""
+        return self._flag
+
+    def close(self) -> None:
+        """Gives the descriptor back, when nobody waits any more."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._fd)
+
+
+class Stalled(Exception):
+    """The other end took longer than it may."""
+
+
+def wait_for(events: dict[socket.socket, int], signal: Signal, deadline: float) -> None:
+    """Waits until a socket is ready for its poll events or the signal is set. Raises Stalled at `deadline`,
+    monotonic seconds."""
+    poller = select.poll()
+    poller.register(signal, select.POLLIN)
+    for sock, mask in events.items():
+        poller.register(sock, mask)
+    if deadline == math.inf:
+        poller.poll()
+        return
+    # What is ready already counts even after the deadline: a starved thread is not the peer's fault.
+    left_s = max(0.0, deadline - time.monotonic())
+    if not poller.poll(math.ceil(left_s * 1000)):
+        raise Stalled
+
+
+class Listener:
+    """Serves connections of a listening socket, each in a thread of its own.
+
+    serve: called with each connection, non-blocking, in its thread; it returns or raises when the connection
+    is over, at the latest soon after `stop` is set. Whatever it raises is counted and ends that connection.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        serve: Callable[[socket.socket], None],
+        stop: Signal,
+        max_connections: int,
+        counters: Counters,
+    ) -> None:
+        self._sock, self._serve, self._stop = sock, serve, stop
+        self._counters = counters
+        self._slots = threading.Semaphore(max_connections)
+        self._lock = threading.Lock()
+        self._threads: set[threading.Thread] = set()
+        self._acceptor = threading.Thread(target=self._accept_all, name="kv-accept", daemon=True)
+
+    def start(self) -> None:
+        """Listens and begins to accept."""
+        self._sock.setblocking(False)
+        self._sock.listen(_BACKLOG)
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """Stops accepting, ends every connection and returns when all threads are gone."""
+        self._stop.set()
+        self._acceptor.join()
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join()
+        self._sock.close()
+
+    def _accept_all(self) -> None:
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        poller.register(self._stop, select.POLLIN)
+        wait = select.poll()
+        wait.register(self._stop, select.POLLIN)
+        while not self._stop.is_set():
+            poller.poll()
+            try:
+                connection, _ = self._sock.accept()
+            except BlockingIOError:
+                continue
+            except OSError:
+                # Out of descriptors, or the peer is gone already: wait, lest the loop spin.
+                self._counters.add("accept_errors")
+                wait.poll(100)
+                continue
+            self._admit(connection)
+
+    def _admit(self, connection: socket.socket) -> None:
+        if not self._slots.acquire(blocking=False):
+            self._counters.add("over_limit")
+            connection.close()
+            return
+        self._counters.add("accepted")
+        connection.setblocking(False)
+        thread = threading.Thread(target=self._run, args=(connection,), name="kv-send", daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+
+    def _run(self, connection: socket.socket) -> None:
+        try:
+            self._serve(connection)
+        except WireError:
+            self._counters.add("violations")
+        except Stalled:
+            self._counters.add("stalled")
+        except (PeerClosed, OSError):
+            self._counters.add("closed_by_peer")
+        except Exception:
+            self._counters.add("errors")
+            log.exception("a data plane connection failed")
+        finally:
+            connection.close()
+            with self._lock:
+                self._threads.discard(threading.current_thread())
+            self._slots.release()

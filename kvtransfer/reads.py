@@ -1,0 +1,206 @@
+"""A reader's pending reads: the one place that makes sure `done` is called exactly once for each.
+
+What lives here: states of a read, shared by the host's thread and the reader's own, and the check of what
+arrived. What does not: sockets, mappings, and when to begin a read.
+
+    waiting → asked → moving → ended    cancel ends a waiting or asked read at once, a moving one not at all
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Mapping
+from enum import Enum, auto
+
+from kvtransfer.digest import page_digest
+from kvtransfer.transport import Done, ReadDone, ReaderConfig, ReadRequest, ReadStatus
+
+log = logging.getLogger(__name__)
+
+
+class State(Enum):
+    """Where a read stands. Only a MOVING one may touch its target."""
+
+    WAITING = auto()
+    ASKED = auto()
+    MOVING = auto()
+    ENDED = auto()
+
+
+class Pending:
+    """A read on its way. Its state belongs to the ReadTable; sequence is the reader's, for its wire."""
+
+    __slots__ = ("done", "request", "sequence", "state")
+
+    def __init__(self, request: ReadRequest, done: Done) -> None:
+        self.request, self.done = request, done
+        self.state = State.WAITING
+        self.sequence = 0
+
+
+class Counters:
+    """Named counts that any thread may add to and read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Adds `amount`."""
+        with self._lock:
+            self._counts[name] += amount
+
+    def snapshot(self) -> Mapping[str, int]:
+        """A copy of all counts."""
+        with self._lock:
+            return dict(self._counts)
+
+
+class ReadTable:
+    """All pending reads of one reader. Every method may be called from any thread."""
+
+    def __init__(self, config: ReaderConfig, counters: Counters) -> None:
+        self._config, self._counters = config, counters
+        self._changed = threading.Condition()
+        self._by_id: dict[int, Pending] = {}
+        self._waiting: deque[Pending] = deque()
+        self._closed = False
+
+    def add(self, request: ReadRequest, done: Done) -> None:
+        """Queues a read; in a closed table it fails at once, and so does one of another pool.
+
+        Raises ValueError for a target that can not hold the page, or a read_id that is pending.
+        """
+        target = request.target
+        if target.readonly or not target.contiguous or target.nbytes != self._config.page_bytes:
+            raise ValueError(f"the target must be {self._config.page_bytes} writable contiguous bytes")
+        pending = Pending(request, done)
+        with self._changed:
+            if request.read_id in self._by_id:
+                raise ValueError(f"read {request.read_id} is pending already")
+            self._by_id[request.read_id] = pending
+            refusal = self._refusal(request)
+            if not refusal:
+                self._waiting.append(pending)
+                self._changed.notify()
+        if refusal:
+            self.end(pending, ReadStatus.FAILED, detail=refusal)
+
+    def _refusal(self, request: ReadRequest) -> str:
+        if self._closed:
+            return "closed"
+        return "wrong pool" if request.source.pool_id != self._config.pool_id else ""
+
+    def peek(self) -> Pending | None:
+        """The first waiting read, left where it is."""
+        with self._changed:
+            self._skip_ended()
+            return self._waiting[0] if self._waiting else None
+
+    def ask(self) -> Pending | None:
+        """The first waiting read, now asked; None if there is none."""
+        with self._changed:
+            return self._ask()
+
+    def wait_and_ask(self) -> Pending | None:
+        """As `ask`, but waits for one; None means the table was closed."""
+        with self._changed:
+            while not self._closed:
+                pending = self._ask()
+                if pending is not None:
+                    return pending
+                self._changed.wait()
+            return None
+
+    def _ask(self) -> Pending | None:
+        self._skip_ended()
+        if not self._waiting:
+            return None
+        pending = self._waiting.popleft()
+        pending.state = State.ASKED
+        return pending
+
+    def _skip_ended(self) -> None:
+        while self._waiting and self._waiting[0].state is State.ENDED:
+            self._waiting.popleft()
+
+    def begin(self, pending: Pending) -> bool:
+        """An asked read is now moving; False if it was cancelled, and then its target must not be touched."""
+        with self._changed:
+            if pending.state is State.ENDED:
+                return False
+            pending.state = State.MOVING
+            return True
+
+    def cancel(self, read_id: int) -> Pending | None:
+        """Ends a read that has not begun. Returns it if the peer was asked for it already."""
+        with self._changed:
+            pending = self._by_id.get(read_id)
+            if pending is None or pending.state is State.MOVING:
+                return None
+            was_asked = pending.state is State.ASKED
+            self._forget(pending)
+        self._report(pending, ReadStatus.FAILED, detail="cancelled")
+        return pending if was_asked else None
+
+    def verify(self, pending: Pending) -> None:
+        """Ends a read whose bytes are all in the target: GOOD or MISMATCH by their digest."""
+        request, config = pending.request, self._config
+        digest = page_digest(
+            request.target,
+            layout=config.layout,
+            layer_first=config.layer_first,
+            layer_last=config.layer_last,
+            shard=config.shard,
+            index=request.index,
+            valid_rows=request.valid_rows,
+        )
+        status = ReadStatus.GOOD if digest == request.digest else ReadStatus.MISMATCH
+        self._counters.add("bytes", config.page_bytes)
+        self.end(pending, status, digest=digest)
+
+    def end(self, pending: Pending, status: ReadStatus, *, digest: bytes = b"", detail: str = "") -> None:
+        """Ends a read and calls `done`; without effect on one that has ended."""
+        with self._changed:
+            if pending.state is State.ENDED:
+                return
+            self._forget(pending)
+        self._report(pending, status, digest=digest, detail=detail)
+
+    def end_all(self, detail: str) -> None:
+        """Ends every read with FAILED. For the thread that moves bytes, when it moves none."""
+        with self._changed:
+            ended = list(self._by_id.values())
+            for pending in ended:
+                self._forget(pending)
+            self._waiting.clear()
+        for pending in ended:
+            self._report(pending, ReadStatus.FAILED, detail=detail)
+
+    def close(self) -> bool:
+        """Takes no more reads and wakes a waiter. False if it was closed before."""
+        with self._changed:
+            was_open, self._closed = not self._closed, True
+            self._changed.notify_all()
+            return was_open
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def _forget(self, pending: Pending) -> None:
+        pending.state = State.ENDED
+        self._by_id.pop(pending.request.read_id, None)
+
+    def _report(self, pending: Pending, status: ReadStatus, *, digest: bytes = b"", detail: str = "") -> None:
+        self._counters.add(status.value)
+        try:
+            pending.done(
+                ReadDone(read_id=pending.request.read_id, status=status, digest=digest, detail=detail)
+            )
+        except Exception:
+            # One host callback that raises must not take the other reads' thread with it.
+            log.exception("a read's done callback failed")

@@ -1,0 +1,180 @@
+"""The destination end of the shm transport: maps the peer's pool once and copies pages out of it.
+
+What lives here: getting the descriptor, and the mover thread that copies and verifies. What does not: page
+states and pins (the host's), the mapping itself (`pdserve.kvcache.pool.RemotePool`).
+
+Copy and digest run without the interpreter lock (numpy, xxhash), so that the control thread is not held up.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from kvtransfer.hello import Refused, accept, introduce
+from kvtransfer.listener import Signal, Stalled, wait_for
+from kvtransfer.reads import Counters, Pending, ReadTable
+from kvtransfer.shm.server import same_user
+from kvtransfer.transport import Done, ReaderConfig, ReadRequest, ReadStatus
+from kvtransfer.wire import Kind, PeerClosed, WireError, unpack_whole
+from pdserve.errors import Incompatible
+
+_ANSWERS = frozenset({Kind.WELCOME, Kind.REFUSED})
+_MAX_ANSWER_BYTES = 4096
+
+
+class MappedPool(Protocol):
+    """A peer's pool as this reader sees it."""
+
+    @property
+    def num_pages(self) -> int: ...
+
+    def page_view(self, page: int) -> memoryview: ...
+
+    def generation(self, page: int) -> int: ...
+
+    def close(self) -> None: ...
+
+
+MapPool = Callable[[int, str, int], MappedPool]
+"""Maps a descriptor, given the layout's fingerprint and the pool id. Raises Incompatible."""
+
+
+def map_remote_pool(fd: int, layout: str, pool_id: int) -> MappedPool:
+    """The way it is done outside tests. Imports torch on first use."""
+    from pdserve.kvcache.pool import RemotePool
+
+    return RemotePool.map(fd, layout, pool_id)
+
+
+class ShmPageReader:
+    """A `PageReader` that copies out of the mapped pool of a peer on this machine."""
+
+    def __init__(self, config: ReaderConfig, map_pool: MapPool = map_remote_pool) -> None:
+        self._config, self._map_pool = config, map_pool
+        self._counters, self._stop = Counters(), Signal()
+        self._reads = ReadTable(config, self._counters)
+        self._pool: MappedPool | None = None
+        self._sock: socket.socket | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-copy", daemon=True)
+        self._thread.start()
+
+    def read(self, request: ReadRequest, done: Done) -> None:
+        """See PageReader."""
+        self._reads.add(request, done)
+
+    def cancel(self, read_id: int) -> None:
+        """See PageReader."""
+        self._reads.cancel(read_id)
+
+    def counters(self) -> Mapping[str, int]:
+        """See PageReader."""
+        return self._counters.snapshot()
+
+    def close(self) -> None:
+        """See PageReader. May be called more than once, and from a `done`."""
+        self._reads.close()
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (pending := self._reads.wait_and_ask()) is not None:
+            self._serve(pending)
+        self._reads.end_all("closed")
+        self._detach()
+        self._stop.close()
+
+    def _serve(self, pending: Pending) -> None:
+        detail = "peer lost"
+        try:
+            self._move(pending, self._attached(pending))
+            return
+        except Refused as refused:
+            self._detach()
+            self._reads.end(pending, ReadStatus.FAILED, detail=str(refused))
+            return
+        except Stalled:
+            detail = "stalled"
+        except (WireError, Incompatible):
+            detail = "protocol violation"
+        except (PeerClosed, OSError):
+            pass
+        self._detach()
+        self._counters.add(detail)
+        self._reads.end_all("closed" if self._reads.closed else detail)
+
+    def _move(self, pending: Pending, pool: MappedPool) -> None:
+        source = pending.request.source
+        if source.page >= pool.num_pages:
+            self._reads.end(pending, ReadStatus.FAILED, detail="no such page")
+        elif pool.generation(source.page) != source.generation:
+            self._reads.end(pending, ReadStatus.STALE)
+        elif self._reads.begin(pending):
+            copy(pending.request.target, pool.page_view(source.page))
+            if pool.generation(source.page) == source.generation:
+                self._reads.verify(pending)
+            else:
+                self._reads.end(pending, ReadStatus.STALE)
+
+    def _attached(self, pending: Pending) -> MappedPool:
+        """The mapped pool of a peer that lives. Raises what `_serve` sorts."""
+        if self._pool is not None and self._sock is not None:
+            if _left(self._sock):
+                raise PeerClosed
+            return self._pool
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._sock.settimeout(self._config.stall_s)
+        self._sock.connect(self._config.endpoint)
+        if not same_user(self._sock):
+            raise WireError("the source runs as another user")
+        self._sock.sendall(introduce(self._config, pending.request))
+        fd = self._take_descriptor(self._sock)
+        try:
+            self._pool = self._map_pool(fd, self._config.layout, self._config.pool_id)
+        finally:
+            os.close(fd)
+        self._counters.add("connections")
+        return self._pool
+
+    def _take_descriptor(self, sock: socket.socket) -> int:
+        wait_for({sock: select.POLLIN}, self._stop, time.monotonic() + self._config.stall_s)
+        if self._stop.is_set():
+            raise PeerClosed
+        data, fds, _, _ = socket.recv_fds(sock, _MAX_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        try:
+            if not data:
+                raise PeerClosed
+            accept(unpack_whole(data, _ANSWERS), self._config)
+            if len(fds) != 1:
+                raise WireError("a welcome without a descriptor")
+            return fds.pop()
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _detach(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    """Copies equally many bytes without the interpreter lock."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def _left(sock: socket.socket) -> bool:
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    return bool(poller.poll(0))

@@ -1,0 +1,1 @@
+"""Pages by TCP, one frame each. See `server`, `reader` and `visit`."""

@@ -1,0 +1,214 @@
+"""The source end of the tcp transport: pages leave in frames, straight from pool memory.
+
+What lives here: one connection's life (hello, queued reads, one page at a time) and the server that accepts
+them. What does not: the frames themselves (`kvtransfer.wire`), threads and stopping (`kvtransfer.listener`).
+
+A queued read holds nothing; its page is checked and pinned right before the first byte, unpinned right after
+the last, so a page that goes while its read waits makes a STALE frame. Every connection has its own queue
+and thread: a reader that does not take its bytes delays no other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import select
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvtransfer.hello import judge
+from kvtransfer.listener import Listener, Signal, Stalled, wait_for
+from kvtransfer.reads import Counters
+from kvtransfer.transport import PageSource, ServerConfig
+from kvtransfer.wire import Code, Frame, FrameReceiver, FrameSender, Hello, Kind, Read, WireError, pack
+
+_serial = itertools.count()
+
+
+class TcpPageServer:
+    """A `PageServer` over TCP."""
+
+    def __init__(self, source: PageSource, config: ServerConfig) -> None:
+        self._source, self._config = source, config
+        self._counters, self._stop = Counters(), Signal()
+        self._listener: Listener | None = None
+        self._endpoint = ""
+
+    def start(self) -> None:
+        """Binds, listens and accepts. Raises OSError."""
+        family = socket.AF_INET6 if ":" in self._config.host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((self._config.host, self._config.port))
+        except OSError:
+            sock.close()
+            raise
+        host, port = sock.getsockname()[:2]
+        self._endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._listener = Listener(
+            sock,
+            serve=self._serve,
+            stop=self._stop,
+            max_connections=self._config.max_connections,
+            counters=self._counters,
+        )
+        self._listener.start()
+
+    def endpoint(self) -> str:
+        """host:port."""
+        return self._endpoint
+
+    def counters(self) -> Mapping[str, int]:
+        """See PageServer."""
+        return self._counters.snapshot()
+
+    def close(self) -> None:
+        """See PageServer."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+            self._stop.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _Connection(sock, self._source, self._config, self._counters, self._stop).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """An answer that is due: a page, or (answer set) a short frame."""
+
+    sequence: int
+    page: int = 0
+    generation: int = 0
+    answer: bytes = b""
+
+
+class _Connection:
+    """One reader's connection, in its own thread."""
+
+    def __init__(
+        self, sock: socket.socket, source: PageSource, config: ServerConfig, counters: Counters, stop: Signal
+    ) -> None:
+        self._sock, self._source, self._config = sock, source, config
+        self._counters, self._stop = counters, stop
+        self._receiver = FrameReceiver(sock, expect=frozenset({Kind.HELLO}))
+        self._sender = FrameSender(sock)
+        self._jobs: OrderedDict[int, _Job] = OrderedDict()
+        self._id = next(_serial)
+        self._pin_id = ""
+        self._greeted = self._refused = False
+        self._quiet_since = time.monotonic()
+
+    def run(self) -> None:
+        """Serves until the reader leaves, is refused or the server stops."""
+        try:
+            while not self._stop.is_set() and not self._over():
+                self._receive()
+                self._send()
+                self._wait()
+        finally:
+            self._unpin()
+
+    def _over(self) -> bool:
+        return self._refused and not self._sender.busy
+
+    def _receive(self) -> None:
+        while not self._refused:
+            frame = self._receiver.pump()
+            if frame is None:
+                return
+            self._quiet_since = time.monotonic()
+            if frame.kind is Kind.HELLO:
+                self._hello(frame)
+            elif frame.kind is Kind.READ:
+                self._queue(frame)
+            else:
+                self._cancel(frame)
+
+    def _hello(self, frame: Frame) -> None:
+        code, answer = judge(Hello.unpack(frame.body), self._source)
+        self._sender.load(answer)
+        self._refused = code is not Code.NONE
+        self._greeted = True
+        if self._refused:
+            self._counters.add("refused")
+        else:
+            self._receiver.expect = frozenset({Kind.READ, Kind.CANCEL})
+
+    def _queue(self, frame: Frame) -> None:
+        read = Read.unpack(frame.body)
+        if frame.sequence in self._jobs or len(self._jobs) >= self._config.max_queued:
+            raise WireError("a reader asks for too much")
+        self._jobs[frame.sequence] = self._admit(frame.sequence, read)
+
+    def _admit(self, sequence: int, read: Read) -> _Job:
+        code = Code.NONE
+        if not self._source.authorise(read.ticket, read.key):
+            code = Code.BAD_TICKET
+        elif read.page >= self._source.facts.num_pages:
+            code = Code.NO_SUCH_PAGE
+        if code is Code.NONE:
+            return _Job(sequence, read.page, read.generation)
+        self._counters.add("denied")
+        return _Job(sequence, answer=pack(Kind.DENIED, code=code, sequence=sequence))
+
+    def _cancel(self, frame: Frame) -> None:
+        # Its answer may be under way or out already: then that is the one answer.
+        if frame.sequence in self._jobs:
+            self._counters.add("dropped")
+            dropped = pack(Kind.DROPPED, sequence=frame.sequence)
+            self._jobs[frame.sequence] = _Job(frame.sequence, answer=dropped)
+
+    def _send(self) -> None:
+        if not self._sender.pump():
+            return
+        self._unpin()
+        if self._jobs:
+            _, job = self._jobs.popitem(last=False)
+            self._sender.load(*self._parts(job))
+            if self._sender.pump():
+                self._unpin()
+            self._quiet_since = time.monotonic()
+
+    def _parts(self, job: _Job) -> tuple[bytes | memoryview, ...]:
+        if job.answer:
+            return (job.answer,)
+        pin_id = f"tcp:{self._id}:{job.sequence}"
+        if not self._source.pin(job.page, job.generation, pin_id):
+            self._counters.add("stale")
+            return (pack(Kind.STALE, sequence=job.sequence),)
+        self._pin_id = pin_id
+        payload = self._source.payload(job.page)
+        self._counters.add("pages")
+        self._counters.add("bytes", payload.nbytes)
+        return pack(Kind.PAGE, sequence=job.sequence, payload_bytes=payload.nbytes), payload
+
+    def _unpin(self) -> None:
+        if self._pin_id:
+            self._source.unpin(self._pin_id)
+            self._pin_id = ""
+
+    def _wait(self) -> None:
+        if self._over() or (self._jobs and not self._sender.busy):
+            return
+        mask = select.POLLIN | (select.POLLOUT if self._sender.busy else 0)
+        try:
+            wait_for({self._sock: mask}, self._stop, self._deadline())
+        except Stalled:
+            if self._greeted and not self._sender.busy and self._receiver.begun_at is None:
+                self._counters.add("idle")
+                self._refused = True
+                return
+            raise
+
+    def _deadline(self) -> float:
+        """When this connection is dead: a frame or the hello has to be through in stall_s, a pause may last
+        idle_s."""
+        stall, begun = self._config.stall_s, (self._receiver.begun_at, self._sender.begun_at)
+        slow = min((at + stall for at in begun if at is not None), default=math.inf)
+        return min(slow, self._quiet_since + (self._config.idle_s if self._greeted else stall))

@@ -1,0 +1,173 @@
+"""One connection of a tcp reader, from hello to its end.
+
+What lives here: asking for pages, taking the answers, noticing that the source is silent. What does not:
+dialling again and what a lost connection means for reads (`kvtransfer.tcp.reader`).
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import time
+from collections import deque
+
+from kvtransfer.hello import accept, introduce, refusal
+from kvtransfer.listener import Signal, Stalled, wait_for
+from kvtransfer.reads import Counters, Pending, ReadTable, State
+from kvtransfer.transport import ReaderConfig, ReadStatus
+from kvtransfer.wire import Frame, FrameReceiver, FrameSender, Kind, PeerClosed, Read, WireError, pack
+
+_GREETINGS = frozenset({Kind.WELCOME, Kind.REFUSED})
+_ANSWERS = frozenset({Kind.PAGE, Kind.STALE, Kind.DENIED, Kind.DROPPED})
+_BATCH_BYTES = 65536
+_MAX_ASKED = 1024
+
+
+class Visit:
+    """A connection in the hands of the reader's thread; cancelled: asked reads that were cancelled since."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        config: ReaderConfig,
+        reads: ReadTable,
+        counters: Counters,
+        wake: Signal,
+        cancelled: deque[Pending],
+    ) -> None:
+        self._sock, self._config, self._reads = sock, config, reads
+        self._counters, self._wake, self._cancelled = counters, wake, cancelled
+        self._receiver = FrameReceiver(
+            sock, expect=_GREETINGS, page_bytes=config.page_bytes, place=self._place
+        )
+        self._sender = FrameSender(sock)
+        self._awaited: dict[int, Pending] = {}
+        self._sequence = self._num_answers = 0
+        self._scratch: memoryview | None = None
+        self._heard_at = time.monotonic()
+
+    def greet(self, first: Pending) -> None:
+        """Says hello with the ticket of `first`. Raises Refused, Stalled, WireError, PeerClosed, OSError."""
+        self._sender.load(introduce(self._config, first.request))
+        while not self._reads.closed:
+            self._wake.clear()
+            self._sender.pump()
+            frame = self._receiver.pump()
+            if frame is not None:
+                accept(frame, self._config)
+                self._counters.add("connections")
+                self._receiver.expect = _ANSWERS
+                self._heard_at = time.monotonic()
+                return
+            self._wait(self._heard_at + self._config.stall_s)
+        raise PeerClosed
+
+    def run(self) -> None:
+        """Reads until the reader is closed, or there was nothing to do for idle_s, or the source left while
+        nothing was asked of it. Raises Stalled, WireError, PeerClosed or OSError at any other end."""
+        while not self._reads.closed:
+            self._wake.clear()
+            try:
+                self._receive()
+            except PeerClosed:
+                if self._awaited or not self._num_answers:
+                    raise
+                return
+            self._ask()
+            if self._idle():
+                if time.monotonic() >= self._heard_at + self._config.idle_s:
+                    return
+                self._rest()
+            else:
+                self._wait(self._deadline())
+        raise PeerClosed
+
+    def _receive(self) -> None:
+        while (frame := self._receiver.pump()) is not None:
+            self._heard_at = time.monotonic()
+            self._answer(frame)
+            self._ask()
+
+    def _answer(self, frame: Frame) -> None:
+        pending = self._awaited.pop(frame.sequence, None)
+        if pending is None:
+            raise WireError("an answer nobody asked for")
+        self._num_answers += 1
+        if frame.kind is Kind.STALE:
+            self._reads.end(pending, ReadStatus.STALE)
+        elif frame.kind is Kind.DENIED:
+            self._reads.end(pending, ReadStatus.FAILED, detail=refusal(frame.code))
+        elif frame.kind is Kind.DROPPED:
+            self._reads.end(pending, ReadStatus.FAILED, detail="dropped")
+        elif pending.state is State.MOVING:
+            self._reads.verify(pending)
+
+    def _place(self, sequence: int) -> memoryview:
+        pending = self._awaited.get(sequence)
+        if pending is None:
+            raise WireError("a page nobody asked for")
+        if self._reads.begin(pending):
+            return pending.request.target
+        if self._scratch is None:
+            self._scratch = memoryview(bytearray(self._config.page_bytes))
+        return self._scratch
+
+    def _ask(self) -> None:
+        if not self._sender.pump():
+            return
+        batch = self._cancels() + self._wishes()
+        if batch:
+            self._sender.load(batch)
+            self._sender.pump()
+
+    def _cancels(self) -> bytes:
+        frames = []
+        while self._cancelled:
+            pending = self._cancelled.popleft()
+            if self._awaited.get(pending.sequence) is pending:
+                frames.append(pack(Kind.CANCEL, sequence=pending.sequence))
+        return b"".join(frames)
+
+    def _wishes(self) -> bytes:
+        frames, size = [], 0
+        while size < _BATCH_BYTES and len(self._awaited) < _MAX_ASKED:
+            pending = self._reads.ask()
+            if pending is None:
+                break
+            if not self._awaited:
+                self._heard_at = time.monotonic()
+            self._sequence += 1
+            pending.sequence = self._sequence
+            self._awaited[pending.sequence] = pending
+            frames.append(_wish(pending))
+            size += len(frames[-1])
+        return b"".join(frames)
+
+    def _idle(self) -> bool:
+        return not self._awaited and not self._sender.busy and self._receiver.begun_at is None
+
+    def _rest(self) -> None:
+        try:
+            self._wait(self._heard_at + self._config.idle_s)
+        except Stalled:
+            return  # the loop sees that the time is up
+
+    def _deadline(self) -> float:
+        begun = (self._receiver.begun_at, self._sender.begun_at, self._heard_at)
+        return min((at for at in begun if at is not None), default=math.inf) + self._config.stall_s
+
+    def _wait(self, deadline: float) -> None:
+        mask = select.POLLIN | (select.POLLOUT if self._sender.busy else 0)
+        wait_for({self._sock: mask}, self._wake, deadline)
+
+
+def _wish(pending: Pending) -> bytes:
+    request = pending.request
+    read = Read(
+        page=request.source.page,
+        generation=request.source.generation,
+        key=request.key,
+        ticket=request.ticket,
+    )
+    return read.pack(pending.sequence)
