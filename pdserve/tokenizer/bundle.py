@@ -30,8 +30,8 @@ _PREFIX = struct.Struct("<4sIII")  # magic, version, header bytes, tokenizer byt
 class TokenizerBundle:
     """A model's tokenizer, chat template and limits. Immutable; two bundles are one iff their digests are.
 
-    tokenizer_json: UTF-8 of a `tokenizers` file. chat_template: Jinja source, or None. special_tokens: pairs of
-    (template variable, text), such as ("eos_token", "</s>"). bos_token_id: None if the model has none.
+    tokenizer_json: UTF-8 of a `tokenizers` file. chat_template: Jinja source, or None. special_tokens: pairs
+    of (template variable, text), such as ("eos_token", "</s>"). bos_token_id: None if the model has none.
     add_bos: plain prompts start with it. end_token_ids: ids that end a stream. vocab_size: rows of the
     embedding, so ids are below it. max_context: tokens.
     """
@@ -56,7 +56,7 @@ class TokenizerBundle:
         return dict(self.special_tokens).get(name)
 
     def to_bytes(self) -> bytes:
-        """The wire form: a fixed prefix with lengths, a JSON header with sorted keys, the tokenizer's JSON."""
+        """The wire form: a fixed prefix with lengths, a JSON header, the tokenizer's JSON."""
         header = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tokenizer_json"}
         text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
         return _PREFIX.pack(MAGIC, VERSION, len(text), len(self.tokenizer_json)) + text + self.tokenizer_json

@@ -38,7 +38,8 @@ def install_stand_ins(tokenizer: Tokenizer) -> ControlTokens:
     names = {i: nonce + _number(i) for i in found}
     tokenizer.encode_special_tokens = True
     tokenizer.add_tokens([_copy(found[i], names[i]) for i in found])
-    real = {tokenizer.token_to_id(name): i for i, name in names.items()}
+    added = {i: tokenizer.token_to_id(name) for i, name in names.items()}
+    real = {alias: i for i, alias in added.items() if alias is not None}
     return ControlTokens(ids={t.content: i for i, t in found.items()}, stand_in=names, real_id=real)
 
 
@@ -58,14 +59,11 @@ def _copy(token: AddedToken, name: str) -> AddedToken:
     )
 
 
-def spell_out(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text cut into single characters, each encoded on its own: no piece longer than one can form.
+def spell_out(tokenizer: Tokenizer, token_id: int) -> list[int]:
+    """Ids of a token's characters, each encoded on its own, so that they can not join to the token again.
 
-    Used where a vocabulary would build a special token out of plain letters. Added prefix spaces are avoided
-    by asking the model below the pre-tokenizer.
+    Used where a vocabulary builds a special token out of plain letters. The model below the pre-tokenizer is
+    asked, in the vocabulary's own spelling, so that no prefix space is added.
     """
-    ids: list[int] = []
-    for char in text:
-        pieces = tokenizer.model.tokenize(char)
-        ids.extend(piece.id for piece in pieces)
-    return ids
+    spelling = tokenizer.model.id_to_token(token_id) or ""
+    return [piece.id for char in spelling for piece in tokenizer.model.tokenize(char)]

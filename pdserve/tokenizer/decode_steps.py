@@ -1,8 +1,8 @@
 """The decoders of `tokenizers` as machines that take one token at a time.
 
 Each step turns a stream of pieces into a stream of pieces and may hold some back until it knows what they
-become. Joined, the pieces are exactly what the library's decoder makes of the whole list. Not here: the choice
-of tokens (`incremental`). A decoder that no step can follow exactly is refused when the model is loaded.
+become. Joined, the pieces are exactly what the library's decoder makes of the whole list. Not here: the
+choice of tokens (`incremental`). A decoder that no step can follow is refused when the model is loaded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ByteLevel:
 
 
 class ByteFallback:
-    """Tokens such as <0xE4> to the characters their run spells; a run that is not UTF-8 becomes U+FFFD a byte.
+    """Tokens such as <0xE4> to the characters their run spells; a run that is not UTF-8 becomes U+FFFDs.
 
     The library judges a run as a whole, so it is held until it ends.
     """
@@ -158,7 +158,7 @@ class JoinWithSpaces:
 
 
 def compile_decoder(spec: Mapping[str, Any] | None) -> Callable[[], list[Step]]:
-    """A factory of the steps for a tokenizer.json's decoder. Raises ModelError for one that is not supported."""
+    """A factory of the steps for a tokenizer.json's decoder. Raises ModelError if it is not supported."""
     if spec is None:
         return lambda: [JoinWithSpaces()]
     flat = spec.get("decoders") if spec.get("type") == "Sequence" else [spec]

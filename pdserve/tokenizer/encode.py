@@ -41,7 +41,7 @@ class Tokenizer:
         self.new_decode_steps = compile_decoder(_decoder_spec(bundle.tokenizer_json))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a plain prompt, with what the model wants before it (such as BOS). Special tokens stay text."""
+        """Ids of a plain prompt, with what the model wants before it (BOS). Special tokens stay text."""
         return self._encode_plain(_checked(text), add_special_tokens=True)
 
     def encode_chat(
@@ -53,9 +53,7 @@ class Tokenizer:
         refuses, UnsupportedFeature if the model has no template.
         """
         if self._template is None:
-            raise UnsupportedFeature(
-                "The model has no chat template: send a plain prompt instead of messages."
-            )
+            raise UnsupportedFeature("The model has no chat template: send a prompt instead of messages.")
         conversation = Conversation.checked(messages, tuple(self._control.ids))
         variables = {**dict(self.bundle.special_tokens), "add_generation_prompt": add_generation_prompt}
         rendered = render_guarded(self._template, conversation, variables)
@@ -106,7 +104,7 @@ class Tokenizer:
 
     def _as_text(self, token_id: int) -> list[int]:
         """A special token that the vocabulary built from plain letters, taken apart again."""
-        pieces = spell_out(self._plain, self._special[token_id].content)
+        pieces = spell_out(self._plain, token_id)
         if any(i in self._special for i in pieces):
             raise InvalidRequest("The text holds a control token of this model: remove it.")
         return pieces

@@ -23,9 +23,9 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def load_bundle_from_dir(path: str | Path) -> TokenizerBundle:
-    """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json and config.json.
+    """Reads the tokenizer, chat template and limits. Raises ModelError if a file is missing or damaged.
 
-    Raises ModelError if one that is needed is missing or damaged.
+    Files: tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json, generation_config.json.
     """
     folder = Path(path)
     raw = _read(folder / "tokenizer.json", MAX_BUNDLE_BYTES)

@@ -1,4 +1,7 @@
-"""A tokenizer bundle from one GGUF file. Here: which metadata means what. Not here: building the tokenizer."""
+"""A tokenizer bundle from one GGUF file.
+
+Here: which metadata means what. Not here: reading the file (`gguf_metadata`), the tokenizer (`gguf_build`).
+"""
 
 from __future__ import annotations
 
@@ -61,9 +64,7 @@ def _tokenizer_json(tokens: list[str], meta: Mapping[str, Any], add_bos: bool) -
     except ModelError:
         raise
     except (TypeError, ValueError, OverflowError):
-        raise ModelError(
-            "The GGUF file's tokenizer is damaged: its metadata does not fit together."
-        ) from None
+        raise ModelError("The GGUF file's tokenizer is damaged: its parts do not fit together.") from None
 
 
 def _adds_bos(meta: Mapping[str, Any]) -> bool:

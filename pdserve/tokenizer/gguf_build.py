@@ -1,7 +1,7 @@
 """Builds a `tokenizers` tokenizer from the `tokenizer.ggml.*` metadata of a GGUF file.
 
 Here: which normaliser, pre-tokenizer, merges and decoder the metadata names. The result is the tokenizer that
-transformers makes of the same file. Not here: reading the file (`gguf_metadata`) and the bundle (`from_gguf`).
+transformers makes of the same file. Not here: reading the file (`gguf_metadata`), the bundle (`from_gguf`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SPLITS: dict[str, str | None] = {
     "olmo": None,
     "jais": None,
     "mpt": None,
-    # The original also cuts digits apart before this pattern; transformers, our oracle, does not do so for GGUF.
+    # The original also cuts digits apart first; transformers, our oracle, does not do so for GGUF files.
     "smollm": None,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
@@ -65,12 +65,12 @@ def byte_alphabet() -> dict[int, str]:
 
 
 def build_tokenizer(tokens: Sequence[str], meta: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer described by a GGUF file's metadata. Raises ModelError for a kind that is not supported."""
+    """The tokenizer described by a GGUF file's metadata. Raises ModelError for an unsupported kind."""
     kind = meta.get("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if kind not in builders:
         raise ModelError(
-            "The GGUF file's tokenizer is of a kind that is not supported (supported: gpt2, llama)."
+            "The GGUF file's tokenizer is of a kind that is not supported (it must be gpt2 or llama)."
         )
     tokenizer = builders[kind](tokens, meta)
     _add_marked_tokens(tokenizer, tokens, meta)
@@ -90,9 +90,7 @@ def _byte_level(tokens: Sequence[str], meta: Mapping[str, Any]) -> Tokenizer:
 
 def _pre_tokenizer(name: Any) -> pre_tokenizers.PreTokenizer:
     if name not in SPLITS:
-        raise ModelError(
-            "The GGUF file names a pre-tokenizer that is not supported; convert the model again."
-        )
+        raise ModelError("The GGUF file names a pre-tokenizer that is not supported.")
     pattern = SPLITS[name]
     if pattern is None:
         return pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -26,7 +26,7 @@ _KEPT = frozenset(' \t\r\n\f\v"\\')  # templates trim these or escape them in JS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
-    """A rendered chat. tainted: the same text with the user's characters replaced, or None where none matter."""
+    """A rendered chat. tainted: the same with the user's characters replaced, or None where none matter."""
 
     text: str
     tainted: str | None
@@ -123,7 +123,7 @@ def _key_chars(control: str) -> set[str]:
 def render_guarded(
     template: ChatTemplate, conversation: Conversation, variables: Mapping[str, Any]
 ) -> Rendered:
-    """Renders a conversation and tells its user text apart. Raises InvalidRequest, also if that is impossible."""
+    """Renders a conversation and tells its user text apart. Raises InvalidRequest, also if it can not."""
     now = datetime.now()  # one instant for all renders
     text = template.render(conversation.messages, variables, now=now)
     if conversation.harmless:

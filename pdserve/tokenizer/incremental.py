@@ -1,4 +1,4 @@
-"""Text of a token stream, piece by piece: what has been given out never changes and adds up to the full decode.
+"""Text of a token stream, piece by piece: what was given out never changes and adds up to the full decode.
 
 Not here: which ids there are (`encode`), what each decoder does (`decode_steps`), stop strings (`stops`).
 """

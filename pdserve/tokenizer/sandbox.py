@@ -1,8 +1,8 @@
 """The Jinja environment of chat templates: what a template may do, and where each thing it does is counted.
 
-Jinja's immutable sandbox keeps templates from Python's internals. On top of that: filters, methods and globals
-are closed lists, and every loop step, call, operator and container passes the meter (`limits`). Not here: the
-messages and their errors (`templates`).
+Jinja's immutable sandbox keeps templates from Python's internals. On top of that: filters, methods and
+globals are closed lists, and every loop step, call, operator and container passes the meter (`limits`). Not
+here: the messages and their errors (`templates`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
@@ -26,12 +26,25 @@ from pdserve.tokenizer.limits import MAX_INT_BITS, RenderLimit, meter, need_char
 from pdserve.tokenizer.sandbox_filters import FILTERS, check_width
 
 _STR = frozenset(
-    "strip lstrip rstrip split rsplit splitlines partition rpartition startswith endswith removeprefix removesuffix "
-    "replace upper lower title capitalize swapcase casefold find rfind index rindex count join isdigit isalpha "
-    "isalnum isspace isupper islower isnumeric isdecimal istitle isidentifier isascii".split()
+    {
+        *("strip", "lstrip", "rstrip", "split", "rsplit", "splitlines", "partition", "rpartition", "replace"),
+        *(
+            "startswith",
+            "endswith",
+            "removeprefix",
+            "removesuffix",
+            "find",
+            "rfind",
+            "index",
+            "rindex",
+            "count",
+        ),
+        *("upper", "lower", "title", "capitalize", "swapcase", "casefold", "join", "isdigit", "isalpha"),
+        *("isalnum", "isspace", "isupper", "islower", "isnumeric", "isdecimal", "istitle", "isascii"),
+    }
 )
-_DICT = frozenset("items keys values get copy".split())
-_LIST = frozenset("index count copy".split())
+_DICT = frozenset({"items", "keys", "values", "get", "copy"})
+_LIST = frozenset({"index", "count", "copy"})
 _METHODS: dict[type, frozenset[str]] = {str: _STR, dict: _DICT, list: _LIST, tuple: _LIST}
 _STRFTIME = re.compile(r"(?:[^%]|%[-_]?[A-Za-z%])*")
 
@@ -41,9 +54,9 @@ class TemplateRefusal(TemplateError):
 
 
 class IgnoreGeneration(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's part for training; here it is just its body."""
+    """`{% generation %}…{% endgeneration %}` marks what the model wrote, for training; here: its body."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -62,6 +75,7 @@ class SafeNamespace(Namespace):
 class _Counted(NodeTransformer):
     """Puts a counting filter around each loop's iterable, each container, each `~` and each comparison."""
 
+    # ruff: noqa: N802  (names are Jinja's)
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
         node.iter = _filter(node.iter, "_each")
@@ -94,7 +108,7 @@ class _Counted(NodeTransformer):
     visit_Import = visit_FromImport = visit_Extends = visit_Include
 
 
-def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
+def _filter(node: nodes.Node, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
@@ -181,7 +195,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         meter().step()
         return super().getitem(obj, argument)
 
-    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         meter().step()
         if isinstance(obj, types.BuiltinMethodType) and isinstance(obj.__self__, str):
             _check_str_method(obj.__name__, obj.__self__, args)

@@ -7,18 +7,19 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jinja2.defaults import DEFAULT_FILTERS
 from jinja2.exceptions import SecurityError
+from jinja2.filters import FILTERS as JINJA_FILTERS
 from jinja2.runtime import Context
 from jinja2.utils import pass_context
 
 from pdserve.tokenizer.limits import RenderLimit, meter, need_chars
 
 _PLAIN = (
-    "abs capitalize count d default dictsort e escape first float groupby int items last length list lower map max "
-    "min reject rejectattr reverse safe select selectattr sort string sum title trim truncate unique upper "
-    "urlencode wordcount"
-).split()
+    *("abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "groupby"),
+    *("int", "items", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr"),
+    *("reverse", "safe", "select", "selectattr", "sort", "string", "sum", "title", "trim", "truncate"),
+    *("unique", "upper", "urlencode", "wordcount"),
+)
 _WIDTH = re.compile(r"\d{4}|\*|\{[^{}]*\{")
 
 
@@ -69,7 +70,7 @@ def _join(context: Context, value: Any, d: str = "", attribute: str | int | None
     items = list(meter().each(value))
     need_chars(len(str(d)) * len(items))
     meter().made(items)
-    plain: Callable[..., Any] = DEFAULT_FILTERS["join"]
+    plain: Callable[..., Any] = JINJA_FILTERS["join"]
     return meter().made(plain(context.eval_ctx, items, d, attribute))
 
 
@@ -94,11 +95,11 @@ def _tojson(
 
 
 FILTERS: dict[str, Callable[..., Any]] = {
-    **{name: _guarded(DEFAULT_FILTERS[name]) for name in _PLAIN},
-    "replace": _guarded(DEFAULT_FILTERS["replace"], _check_replace),
-    "indent": _guarded(DEFAULT_FILTERS["indent"], _check_indent),
-    "round": _guarded(DEFAULT_FILTERS["round"], _check_round),
-    "format": _guarded(DEFAULT_FILTERS["format"], _check_format),
+    **{name: _guarded(JINJA_FILTERS[name]) for name in _PLAIN},
+    "replace": _guarded(JINJA_FILTERS["replace"], _check_replace),
+    "indent": _guarded(JINJA_FILTERS["indent"], _check_indent),
+    "round": _guarded(JINJA_FILTERS["round"], _check_round),
+    "format": _guarded(JINJA_FILTERS["format"], _check_format),
     "join": _join,
     "tojson": _tojson,
 }

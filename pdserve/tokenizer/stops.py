@@ -1,4 +1,4 @@
-"""Stop strings over streamed text: text that may be the start of a stop string is held back until it is clear.
+"""Stop strings over streamed text: what may be the start of a stop string is held back until it is clear.
 
 Here: matching only. Not here: decoding (`incremental`), and what happens to a request that is stopped.
 """

@@ -22,8 +22,20 @@ from pdserve.tokenizer.sandbox import ChatEnvironment, TemplateRefusal, strftime
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
+# What a template raises when it meets messages of another shape than it expects.
+_MISFITS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+)
+
+
 class ChatTemplate:
-    """One chat template, compiled once. May be used from several threads. Raises ModelError if it can not be used."""
+    """One chat template, compiled once; for any number of threads. Raises ModelError if it is not usable."""
 
     def __init__(self, source: str, *, cpu_s: float = MAX_CPU_S) -> None:
         if len(source.encode("utf-8", "replace")) > MAX_TEMPLATE_BYTES:
