@@ -30,7 +30,7 @@ class Waiting:
     """One queued request. Times on the router's monotonic clock.
 
     arrival: sequence number of the first admission; kept over tries, so a retry goes first. tried: it has
-    been sent to workers before, so it is never shed. not_before: a try earlier than this makes no sense.
+    been sent to workers before, so it is never shed.
     """
 
     request_id: str
@@ -40,7 +40,6 @@ class Waiting:
     queued_at: float
     deadline_at: float
     tried: bool = False
-    not_before: float = 0.0
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -85,9 +84,9 @@ class AdmissionQueue:
         """Takes a request back for another try, whatever the bounds: it was admitted once."""
         self._insert(replace(entry, tried=True))
 
-    def first(self, now: float) -> Waiting | None:
-        """The next request that may be tried now, or None. It stays in the queue."""
-        return next((entry for entry in self._order if entry.not_before <= now), None)
+    def first(self) -> Waiting | None:
+        """The next request, or None; it stays. Nobody overtakes it, so that large ones get their turn."""
+        return self._order[0] if self._order else None
 
     def take(self, request_id: str, now: float) -> Waiting | None:
         """Removes a request that goes to workers, and learns how fast the queue moves."""
@@ -111,12 +110,6 @@ class AdmissionQueue:
         for entry in over:
             self.remove(entry.request_id)
         return over
-
-    def next_time(self, now: float) -> float | None:
-        """When something changes by time alone: a delayed try comes up, or a wait gets too long."""
-        times = [entry.not_before for entry in self._order if entry.not_before > now]
-        times += [entry.queued_at + self.limits.max_wait_s for entry in self._order if not entry.tried]
-        return min(times, default=None)
 
     def retry_after_s(self) -> float:
         """Seconds after which half of the queue should have moved."""

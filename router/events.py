@@ -197,12 +197,13 @@ class ReleasePrefill:
 class Requeue:
     """Back into the queue for another try. avoid: incarnations to use only if there are no others.
 
-    delay_s: not before that. blocked: the decode worker's incarnation if it said that it is full.
+    blocked: the incarnation of a decode worker that said it is full or draining; block_s: for how long to
+    believe it, unless one of our own requests ends there before.
     """
 
     avoid: frozenset[int]
-    delay_s: float = 0.0
     blocked: int | None = None
+    block_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

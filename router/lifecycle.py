@@ -22,7 +22,7 @@ from pdserve.types import FinishReason, HandoverMode, Key
 from router import events as ev
 from router.request_state import Phase, RequestState, abandon, drop_prefill, end, retry
 
-FULL_DELAY_S = 0.1
+MIN_BLOCK_S, MAX_BLOCK_S = 0.1, 5.0
 _WITH_DECODE = (Phase.RESERVING, Phase.RESERVED, Phase.RUNNING)
 
 
@@ -87,10 +87,8 @@ def _refused(state: RequestState, event: Refused) -> list[ev.Effect]:
         return retry(state, "unavailable", message, failed=decode)
     out = abandon(state)
     state.phase = Phase.QUEUED
-    delay = min(event.retry_after_s or FULL_DELAY_S, 5.0)
-    full = decode.incarnation if event.reason is Refusal.FULL else None
-    avoid = state.avoid | {decode.incarnation}
-    return [*out, ev.Requeue(avoid=avoid, delay_s=delay if full is not None else 0.0, blocked=full)]
+    block_s = min(max(event.retry_after_s, MIN_BLOCK_S), MAX_BLOCK_S)
+    return [*out, ev.Requeue(avoid=state.avoid, blocked=decode.incarnation, block_s=block_s)]
 
 
 def _token(state: RequestState, event: Token) -> list[ev.Effect]:

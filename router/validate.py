@@ -1,7 +1,7 @@
-"""A client's request into a ValidRequest, or a typed error naming the field. Only a ValidRequest goes further.
+"""A client's request into a ValidRequest, or a typed error naming the field. Only that goes further.
 
 Two steps, as tokenising lies between them: `check_fields` sees all but token ids, `check_prompt` the ids.
-Documented defaults: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, a drawn seed, max_tokens 256 (and never
+Documented defaults: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, a drawn seed, max_tokens 256 (never
 past the context), a deadline of 600 s, priority 0.
 """
 

@@ -1,0 +1,108 @@
+"""Settings of a router."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from kvtransfer.ticket import MIN_SECRET_BYTES
+from pdserve.config.fields import setting
+from pdserve.config.worker import KV_MIXING
+from pdserve.errors import ConfigError
+
+SECRET_VARIABLE = "PDSERVE_FLEET_SECRET"  # noqa: S105 - the name of a variable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """What a router needs to know. Raises ConfigError for values that do not go together."""
+
+    host: str = setting("127.0.0.1", help="Address to listen on; others than loopback need insecure.")
+    port: int = setting(
+        50051, help="gRPC port for clients and workers; 0: any free one.", minimum=0, maximum=65535
+    )
+    metrics_port: int = setting(
+        9464,
+        help="Port of the Prometheus metrics, on the same host; 0: any free one.",
+        minimum=0,
+        maximum=65535,
+    )
+    metrics: bool = setting(True, help="Serve Prometheus metrics.")
+    insecure: bool = setting(
+        False,
+        help="Allow listeners and workers beyond loopback without TLS. Anyone who reaches them may use them.",
+    )
+    reflection: bool = setting(False, help="Serve gRPC reflection.")
+    fleet_secret: str = setting(
+        "", help="Hex of the random bytes all processes of a fleet share.", secret=True, hidden=True
+    )
+    secret_file: str = setting(
+        "", help=f"File with the fleet secret in hex; empty: the variable {SECRET_VARIABLE} is used."
+    )
+    kv_mixing: str = setting(
+        "strict", help="Whether pages computed by other numerics may be used.", choices=KV_MIXING
+    )
+    local_prefill_threshold: int = setting(
+        0, help="A prompt with fewer tokens than this is prefilled on the decode worker; 0: never.",
+        unit="tokens", minimum=0,
+    )  # fmt: skip
+    prefill_backlog_tokens: int = setting(
+        4096, help="Prompt tokens a prefill worker may have outstanding before it gets no more; 0: no bound.",
+        unit="tokens", minimum=0,
+    )  # fmt: skip
+    max_queue: int = setting(
+        512, help="Requests that may wait; more are refused.", unit="requests", minimum=1
+    )
+    max_queue_tokens: int = setting(
+        4_000_000, help="Prompt tokens that may wait; more are refused.", unit="tokens", minimum=1
+    )
+    max_queue_wait_s: float = setting(
+        60.0, help="How long a request may wait for its first try.", unit="seconds", minimum=0.1
+    )
+    suspect_after_s: float = setting(
+        4.0, help="A worker silent for this long gets no new work.", unit="seconds", minimum=0.1
+    )
+    heartbeat_timeout_s: float = setting(
+        10.0, help="A worker silent for this long is given up.", unit="seconds", minimum=0.1
+    )
+    lease_s: float = setting(10.0, help="Lease of protocol.md.", unit="seconds", minimum=0.1)
+    drain_timeout_s: float = setting(
+        30.0, help="How long running requests may take to finish at shutdown.", unit="seconds", minimum=0
+    )
+
+    def __post_init__(self) -> None:
+        if self.heartbeat_timeout_s < self.suspect_after_s:
+            raise ConfigError("heartbeat_timeout_s: must not be below suspect_after_s")
+
+    @property
+    def mixing(self) -> Literal["strict", "relaxed"]:
+        """kv_mixing as the policy takes it; its choices were checked when it was parsed."""
+        return cast("Literal['strict', 'relaxed']", self.kv_mixing)
+
+    def secret_bytes(self, environ: Mapping[str, str] | None = None) -> bytes:
+        """The fleet secret: of `fleet_secret`, else of the file, else of the variable.
+
+        Raises ConfigError if there is none, or it is too short or not hex.
+        """
+        text = self.fleet_secret or self._from_file()
+        text = text or (os.environ if environ is None else environ).get(SECRET_VARIABLE, "")
+        if not text:
+            raise ConfigError(f"secret_file: no fleet secret; give a file with it, or set {SECRET_VARIABLE}")
+        try:
+            secret = bytes.fromhex(text)
+        except ValueError:
+            raise ConfigError("the fleet secret must be hex digits") from None
+        if len(secret) < MIN_SECRET_BYTES:
+            raise ConfigError(f"the fleet secret must have at least {MIN_SECRET_BYTES} bytes")
+        return secret
+
+    def _from_file(self) -> str:
+        if not self.secret_file:
+            return ""
+        try:
+            return Path(self.secret_file).read_text("ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            raise ConfigError("secret_file: can not be read") from None

@@ -1,0 +1,147 @@
+"""Queue and policy at work: who is next, where it goes, and the accounting of what is where.
+
+What lives here: the admission queue, loads in flight, decode workers that said they are full. What does not:
+what happens to a request once it is assigned (`request`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from pdserve.clock import Clock
+from pdserve.types import Key, PeerRef
+from router import events as ev
+from router.admission import AdmissionQueue, QueueLimits, Waiting
+from router.config import RouterConfig
+from router.inflight import InFlight
+from router.policy import Ask, NoChoice, PolicyConfig, choose
+from router.roster import Roster
+
+log = logging.getLogger(__name__)
+
+SHED_MESSAGE = "The request waited too long for a free worker: come back later."
+
+
+class Queued(Protocol):
+    """What the dispatcher needs of a request that waits."""
+
+    @property
+    def waiting(self) -> Waiting: ...
+
+    @property
+    def avoid(self) -> frozenset[int]: ...
+
+    def apply(self, event: ev.Event) -> None:
+        """Takes an Assigned or Shed at once."""
+
+
+class Dispatcher:
+    """Owned by the event loop; every change ends in at most one `pump` per loop iteration."""
+
+    def __init__(self, config: RouterConfig, roster: Roster, clock: Clock) -> None:
+        self._roster, self._clock = roster, clock
+        self._policy = PolicyConfig(
+            mixing=config.mixing,
+            local_prefill_threshold=config.local_prefill_threshold,
+            prefill_backlog_tokens=config.prefill_backlog_tokens,
+        )
+        self._queue = AdmissionQueue(
+            QueueLimits(
+                max_requests=config.max_queue,
+                max_tokens=config.max_queue_tokens,
+                max_wait_s=config.max_queue_wait_s,
+            )
+        )
+        self._waiting: dict[str, Queued] = {}
+        self._blocked: dict[int, float] = {}
+        self._pump_due = False
+        self.inflight = InFlight()
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    def submit(self, request: Queued) -> None:
+        """Queues a new request. Raises Overloaded if it can not wait here."""
+        entry = request.waiting
+        shed = self._queue.offer(entry, self._clock.now())
+        self._waiting[entry.request_id] = request
+        self._shed(shed, "The queue is full of more urgent requests: come back later.")
+        self.poke()
+
+    def requeue(self, request: Queued, effect: ev.Requeue) -> None:
+        """Queues a request for another try."""
+        entry = request.waiting
+        self._queue.requeue(entry)
+        self._waiting[entry.request_id] = request
+        if effect.blocked is not None:
+            self._blocked[effect.blocked] = self._clock.now() + effect.block_s
+            asyncio.get_running_loop().call_later(effect.block_s, self.poke)
+        self.poke()
+
+    def leave(self, request_id: str) -> None:
+        """The request ended while it waited, or never waited."""
+        self._queue.remove(request_id)
+        self._waiting.pop(request_id, None)
+
+    def count(self, key: Key, *, decode: PeerRef, prefill: PeerRef | None, tokens: int, rows: int) -> None:
+        """A try goes out. tokens: prompt tokens to compute; rows: KV rows it may grow to."""
+        self.inflight.add(
+            key,
+            decode=decode.incarnation,
+            prefill=decode.incarnation if prefill is None else prefill.incarnation,
+            prefill_tokens=tokens,
+            decode_tokens=rows,
+        )
+
+    def release_prefill(self, key: Key) -> None:
+        """The prompt is computed or given up."""
+        if self.inflight.release_prefill(key) is not None:
+            self.poke()
+
+    def release_decode(self, key: Key) -> None:
+        """The try is over; its decode worker has room again."""
+        worker = self.inflight.release_decode(key)
+        if worker is not None:
+            self._blocked.pop(worker, None)
+            self.poke()
+
+    def forget(self, incarnation: int) -> None:
+        """The worker is gone."""
+        self.inflight.forget(incarnation)
+        self._blocked.pop(incarnation, None)
+
+    def poke(self) -> None:
+        """Something changed: look at the queue soon."""
+        if not self._pump_due and len(self._queue):
+            self._pump_due = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def tick(self) -> None:
+        """Time passed: sheds what waited too long."""
+        self._shed(self._queue.expired(self._clock.now()), SHED_MESSAGE)
+        self.poke()
+
+    def _shed(self, entries: tuple[Waiting, ...], message: str) -> None:
+        for entry in entries:
+            request = self._waiting.pop(entry.request_id)
+            request.apply(ev.Shed(message=message, retry_after_s=self._queue.retry_after_s()))
+
+    def _pump(self) -> None:
+        self._pump_due = False
+        now = self._clock.now()
+        self._blocked = {worker: until for worker, until in self._blocked.items() if until > now}
+        candidates = self._roster.candidates()
+        while (entry := self._queue.first()) is not None:
+            request = self._waiting[entry.request_id]
+            ask = Ask(prompt_tokens=entry.tokens, avoid=request.avoid, blocked=frozenset(self._blocked))
+            choice = choose(candidates, self.inflight, ask, self._policy)
+            if isinstance(choice, NoChoice):
+                log.debug("request %s waits: %s", entry.request_id, choice.reason)
+                return
+            self._queue.take(entry.request_id, now)
+            del self._waiting[entry.request_id]
+            log.debug("request %s goes %s", entry.request_id, choice.reason)
+            request.apply(ev.Assigned(decode=choice.decode, prefill=choice.prefill))

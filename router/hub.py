@@ -1,0 +1,219 @@
+"""A router without its sockets: validates, queues, runs and reports requests. The services are thin over it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+
+from pdserve.api import FleetStatus, GenerateInput, ModelInfo, StreamEvent, WorkerStatus
+from pdserve.clock import Clock
+from pdserve.errors import Draining, PdserveError, Unavailable, UnknownModel
+from pdserve.messages import Outcome
+from router import events as ev
+from router.calls import Tasks
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.metrics import RouterMetrics
+from router.model import ServedModel
+from router.request import RequestRun, Services
+from router.roster import Roster
+from router.tickets import TicketMint
+from router.validate import Target, check_fields, check_prompt
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+MAX_REMEMBERED = 4096
+_ABORTED = ev.AbortAsked()
+_SHUT_DOWN = ev.AbortAsked(label="draining", message="The router shuts down; send the request again.")
+
+
+class Hub:
+    """All of one router's state. Owned by one event loop."""
+
+    def __init__(self, config: RouterConfig, clock: Clock) -> None:
+        """Raises ConfigError if there is no usable fleet secret."""
+        self.config = config
+        self.router_id = secrets.token_hex(8)
+        self.metrics = RouterMetrics()
+        self.roster = Roster(config, clock, self.router_id)
+        self._clock, self._started_at = clock, clock.now()
+        self._tasks = Tasks()
+        self._services = Services(
+            roster=self.roster,
+            dispatcher=Dispatcher(config, self.roster, clock),
+            tasks=self._tasks,
+            tickets=TicketMint(secret=config.secret_bytes(), lease_s=config.lease_s),
+            metrics=self.metrics,
+            clock=clock,
+        )
+        self._runs: dict[str, RequestRun] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._arrivals = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+        self.on_ready: Callable[[bool], None] = lambda ready: None
+        self.roster.on_lost, self.roster.on_change = self._on_lost, self._on_change
+        self.metrics.watch(self.roster.members, self._counts, config.insecure)
+
+    def start(self) -> None:
+        """Begins to watch the clock. Call it in the running loop."""
+        self._tasks.spawn(self._tick())
+
+    # -- requests --------------------------------------------------------------------------------------
+
+    async def generate(
+        self, source: GenerateInput, time_left_s: float | None = None
+    ) -> AsyncIterator[StreamEvent]:
+        """One request's events; closing the iterator (aclosing) cancels. time_left_s: of the caller's own deadline.
+
+        Raises the PdserveError that the request was refused with or ended in.
+        """
+        try:
+            run = await self._prepare(source, time_left_s)
+        except PdserveError as error:
+            self.metrics.outcome(error.label)
+            raise
+        self._enter(run)
+        try:
+            async with aclosing(run.stream()) as events:  # type: ignore[type-var]
+                async for event in events:
+                    yield event
+        except PdserveError as error:
+            if not run.counted:
+                self.metrics.outcome(error.label)
+            raise
+        finally:
+            self._exit(run)
+
+    async def _prepare(self, source: GenerateInput, time_left_s: float | None) -> RequestRun:
+        started_at = self._clock.now()
+        if self.draining:
+            raise Draining("This router shuts down; send the request again.", retry_after_s=1.0)
+        model = self._model()
+        target = Target(model=model.name, limits=model.limits, capacity=self.roster.capacity())
+        checked = check_fields(source, target, seed=secrets.randbits(64))
+        request = check_prompt(checked, await model.encode(source), target)
+        text = model.text(request.stop) if request.want_text or request.stop else None
+        self._arrivals += 1
+        return RequestRun(
+            self._services,
+            secrets.token_hex(16),
+            request,
+            text,
+            arrival=self._arrivals,
+            started_at=started_at,
+            deadline_at=started_at
+            + min(request.deadline_s, math.inf if time_left_s is None else time_left_s),
+        )
+
+    def _model(self) -> ServedModel:
+        if self.roster.model is None:
+            raise Unavailable("No worker has registered yet; try again in a moment.", retry_after_s=1.0)
+        return self.roster.model
+
+    def _enter(self, run: RequestRun) -> None:
+        self._runs[run.request_id] = run
+        self._idle.clear()
+
+    def _exit(self, run: RequestRun) -> None:
+        self._runs.pop(run.request_id, None)
+        self._ended[run.request_id] = None
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+        if not self._runs:
+            self._idle.set()
+
+    def abort(self, request_id: str) -> Outcome:
+        """Ends a request. UNKNOWN proves nothing: ended requests are remembered only for a while."""
+        run = self._runs.get(request_id)
+        if run is None:
+            return Outcome.COMPLETE if request_id in self._ended else Outcome.UNKNOWN
+        run.apply(_ABORTED)
+        return Outcome.STOPPING
+
+    # -- questions -------------------------------------------------------------------------------------
+
+    def model_info(self, name: str = "") -> ModelInfo:
+        """Raises UnknownModel, or Unavailable before the first worker has registered."""
+        model = self._model()
+        if name and name != model.name:
+            raise UnknownModel(
+                "model: this server does not serve that model; leave it empty to ask for its own."
+            )
+        return model.info
+
+    def status(self) -> FleetStatus:
+        """What this router knows of its fleet."""
+        now = self._clock.now()
+        queued, running = self._counts()
+        return FleetStatus(
+            router_id=self.router_id,
+            workers=tuple(self._worker_status(member.incarnation, now) for member in self.roster.members()),
+            queued=queued,
+            running=running,
+            uptime_s=now - self._started_at,
+            draining=self.draining,
+            pairing_problems=self.roster.pairing_problems(),
+        )
+
+    def _worker_status(self, incarnation: int, now: float) -> WorkerStatus:
+        member = next(m for m in self.roster.members() if m.incarnation == incarnation)
+        load = self._services.dispatcher.inflight.load(incarnation)
+        return WorkerStatus(
+            record=member.record,
+            load=member.load,
+            outstanding_tokens=load.prefill_tokens + load.decode_tokens,
+            outstanding_requests=max(load.prefill_requests, load.decode_requests),
+            heartbeat_age_s=max(0.0, now - member.heard_at),
+            suspect=self.roster.is_suspect(member),
+        )
+
+    def _counts(self) -> tuple[int, int]:
+        queued = self._services.dispatcher.num_queued
+        return queued, max(0, len(self._runs) - queued)
+
+    # -- what happens to workers -----------------------------------------------------------------------
+
+    def _on_lost(self, incarnation: int) -> None:
+        self._services.dispatcher.forget(incarnation)
+        for run in tuple(self._runs.values()):
+            run.apply(ev.WorkerGone(incarnation=incarnation))
+
+    def _on_change(self) -> None:
+        self._services.dispatcher.poke()
+        self.on_ready(self.roster.is_ready() and not self.draining)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.roster.tick()
+            self._services.dispatcher.tick()
+            self._on_change()
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests at once and lets running ones finish, up to `timeout_s`; then ends them."""
+        self.draining = True
+        self._on_change()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("%d requests did not finish in time and are ended", len(self._runs))
+            for run in tuple(self._runs.values()):
+                run.apply(_SHUT_DOWN)
+
+    async def close(self) -> None:
+        """Ends all background work and all channels."""
+        for run in tuple(self._runs.values()):
+            run.apply(_SHUT_DOWN)
+        await self._tasks.cancel_all()
+        await self.roster.close()

@@ -1,0 +1,54 @@
+"""One gRPC channel per worker incarnation, with its stubs. What is said over them is others' business."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from pdserve.rpc.channel import open_channel
+from pdserve.rpc.v1 import cluster_pb2_grpc, decode_pb2_grpc, prefill_pb2_grpc
+from pdserve.types import WorkerRecord
+
+
+class WorkerLink:
+    """The channel to one incarnation of a worker."""
+
+    def __init__(self, record: WorkerRecord) -> None:
+        self.record = record
+        self._channel = open_channel(record.peer.control)
+        self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
+        self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
+        self.worker = cluster_pb2_grpc.WorkerServiceStub(self._channel)
+
+    async def close(self) -> None:
+        """Ends all calls on it."""
+        await self._channel.close(None)
+
+
+class Links:
+    """Links by incarnation. Owned by the event loop."""
+
+    def __init__(self) -> None:
+        self._links: dict[int, WorkerLink] = {}
+
+    def open(self, record: WorkerRecord) -> WorkerLink:
+        """The link to this incarnation; a new one if there is none. Its address never changes."""
+        link = self._links.get(record.peer.incarnation)
+        if link is None:
+            link = self._links[record.peer.incarnation] = WorkerLink(record)
+        return link
+
+    def get(self, incarnation: int) -> WorkerLink | None:
+        return self._links.get(incarnation)
+
+    def __iter__(self) -> Iterator[WorkerLink]:
+        return iter(tuple(self._links.values()))
+
+    async def close(self, incarnation: int) -> None:
+        """Closes a link, if there is one."""
+        link = self._links.pop(incarnation, None)
+        if link is not None:
+            await link.close()
+
+    async def close_all(self) -> None:
+        await asyncio.gather(*(self.close(link.record.peer.incarnation) for link in self))

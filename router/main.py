@@ -1,0 +1,130 @@
+"""A router process: the servers around a hub, start, drain and stop. No torch and no ray in it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+
+from pdserve.clock import Clock, MonotonicClock
+from pdserve.rpc.server import RpcServer, ServerOptions
+from pdserve.rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc
+from router.config import RouterConfig
+from router.hub import Hub
+from router.metrics import MetricsPort
+from router.service import CLUSTER, INFERENCE, ClusterServicer, InferenceServicer
+
+log = logging.getLogger(__name__)
+
+
+class Router:
+    """A router with its sockets. `address` and `metrics_port` are set by `start`."""
+
+    def __init__(self, config: RouterConfig, clock: Clock | None = None) -> None:
+        """Raises ConfigError. Must be called in the running loop that will serve."""
+        self._config = config
+        self.hub = Hub(config, clock or MonotonicClock())
+        self._rpc = RpcServer(
+            ServerOptions(
+                host=config.host,
+                port=config.port,
+                insecure=config.insecure,
+                reflection=config.reflection,
+            )
+        )
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+            InferenceServicer(self.hub), self._rpc.server
+        )
+        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(
+            ClusterServicer(self.hub.roster), self._rpc.server
+        )
+        self._metrics: MetricsPort | None = None
+        self._ready: bool | None = None
+        self._health: set[asyncio.Task[None]] = set()
+
+    @property
+    def address(self) -> str:
+        """host:port of the gRPC server, for clients and for workers to join."""
+        return self._rpc.address
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Port of the metrics; None if they are off."""
+        return self._metrics.port if self._metrics is not None else None
+
+    async def start(self) -> None:
+        """Listens. Health says that inference is served once a request has a path. Raises ConfigError."""
+        if self._config.metrics:
+            self._metrics = self.hub.metrics.serve(self._config.host, self._config.metrics_port)
+        try:
+            await self._rpc.start(CLUSTER, INFERENCE)
+        except BaseException:
+            await self.stop()
+            raise
+        await self._rpc.set_serving(INFERENCE, False)
+        self.hub.on_ready = self._on_ready
+        self.hub.start()
+
+    def _on_ready(self, ready: bool) -> None:
+        if ready == self._ready:
+            return
+        self._ready = ready
+        task = asyncio.get_running_loop().create_task(self._rpc.set_serving(INFERENCE, ready))
+        self._health.add(task)
+        task.add_done_callback(self._health.discard)
+
+    async def drain(self) -> None:
+        """No new requests; running ones finish, up to the configured time."""
+        await self._rpc.not_serving()
+        await self.hub.drain(self._config.drain_timeout_s)
+
+    async def stop(self) -> None:
+        """Ends everything at once. Safe to call twice."""
+        await self.hub.close()
+        # Ended streams still flush their last status.
+        await self._rpc.stop(grace_s=1.0)
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+
+async def serve(
+    config: RouterConfig,
+    ready_event: asyncio.Event | None = None,
+    *,
+    stop_event: asyncio.Event | None = None,
+    handle_signals: bool = True,
+) -> None:
+    """Serves until SIGTERM, SIGINT or `stop_event`, then drains; a second signal ends at once.
+
+    ready_event is set when the sockets listen. Raises ConfigError.
+    """
+    stop = stop_event or asyncio.Event()
+    router = Router(config)
+    await router.start()
+    log.info("router listens on %s", router.address)
+    loop = asyncio.get_running_loop()
+    if handle_signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+    if ready_event is not None:
+        ready_event.set()
+    try:
+        await stop.wait()
+        await _drain_or_second_signal(router, handle_signals)
+    finally:
+        await router.stop()
+
+
+async def _drain_or_second_signal(router: Router, handle_signals: bool) -> None:
+    again = asyncio.Event()
+    if handle_signals:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, again.set)
+    drain = asyncio.ensure_future(router.drain())
+    hurry = asyncio.ensure_future(again.wait())
+    await asyncio.wait({drain, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (drain, hurry):
+        task.cancel()
+    await asyncio.gather(drain, hurry, return_exceptions=True)

@@ -1,0 +1,131 @@
+"""Prometheus metrics of a router and the port they are read from. Labels come from closed sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from pdserve.errors import BY_LABEL, ConfigError
+from pdserve.types import FinishReason, Ledger, Role, WorkerLoad
+from router.membership import Member
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
+OUTCOMES = frozenset([*FinishReason, *BY_LABEL])
+PAGE_STATES = tuple(f.name.removesuffix("_pages") for f in fields(WorkerLoad) if f.name.endswith("_pages"))[
+    1:
+]
+
+
+class RouterMetrics:
+    """All metrics of one router, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.ttft = _histogram(registry, "ttft", "From admission of a request to its first token.")
+        self.itl = _histogram(registry, "itl", "Between two tokens of a stream.", _GAPS)
+        self.queue = _histogram(registry, "queue", "From admission to the first try.")
+        self.prefill = _histogram(registry, "prefill", "Computing a prompt on a prefill worker.")
+        self.transfer = _histogram(
+            registry, "transfer", "From the first page announced to the last verified."
+        )
+        self._requests = Counter(
+            "pdserve_requests", "Requests by outcome: a finish reason or an error label.", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
+        self.retries = Counter("pdserve_retries", "Tries after the first.", registry=registry)
+        self.discarded = Counter(
+            "pdserve_discarded_tokens", "Tokens that came after a stop text had matched.", registry=registry
+        )
+        self.ignored = Counter(
+            "pdserve_ignored_tokens", "Tokens of given-up tries, and repeated ones.", registry=registry
+        )
+        self.tokens = Counter("pdserve_tokens", "Tokens by kind.", ["kind"], registry=registry)
+        for kind in ("prompt", "cached", "completion"):
+            self.tokens.labels(kind)
+
+    def outcome(self, name: str) -> None:
+        """Counts the end of a request. A name outside the closed set counts as "internal"."""
+        self._requests.labels(name if name in OUTCOMES else "internal").inc()
+
+    def ledger(self, ledger: Ledger) -> None:
+        """Observes the phases of a finished request."""
+        if ledger.prefill_computed_tokens:
+            self.prefill.observe(ledger.prefill_compute_s)
+        if ledger.transfer.pages:
+            self.transfer.observe(ledger.transfer_s)
+
+    def watch(
+        self,
+        members: Callable[[], Iterable[Member]],
+        counts: Callable[[], tuple[int, int]],
+        insecure: bool,
+    ) -> None:
+        """Adds the gauges, read at each scrape. counts: (queued, running)."""
+        self.registry.register(_Gauges(members, counts, insecure))
+
+    def serve(self, host: str, port: int) -> MetricsPort:
+        """Starts the HTTP port. Raises ConfigError if it can not be had."""
+        try:
+            server, thread = start_http_server(port, host, self.registry)
+        except OSError:
+            raise ConfigError(
+                f"metrics_port: port {port} can not be listened on; is it in use? Choose another."
+            ) from None
+        return MetricsPort(server, thread)
+
+
+class MetricsPort:
+    """The running HTTP port of the metrics."""
+
+    def __init__(self, server: Any, thread: Any) -> None:
+        self._server, self._thread = server, thread
+        self.port = int(server.server_port)
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5)
+
+
+def _histogram(
+    registry: CollectorRegistry, name: str, help_text: str, buckets: tuple[float, ...] = _SECONDS
+) -> Histogram:
+    return Histogram(f"pdserve_{name}_seconds", help_text, buckets=buckets, registry=registry)
+
+
+class _Gauges(Collector):
+    def __init__(
+        self,
+        members: Callable[[], Iterable[Member]],
+        counts: Callable[[], tuple[int, int]],
+        insecure: bool,
+    ) -> None:
+        self._members, self._counts, self._insecure = members, counts, insecure
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        members = list(self._members())
+        pages = GaugeMetricFamily("pdserve_pages", "KV pages by state.", labels=["role", "state"])
+        workers = GaugeMetricFamily("pdserve_workers", "Workers registered.", labels=["role"])
+        for role in Role:
+            of_role = [member for member in members if member.record.role is role]
+            workers.add_metric([role], len(of_role))
+            for state in PAGE_STATES:
+                total = sum(getattr(member.load, f"{state}_pages") for member in of_role)
+                pages.add_metric([role, state], total)
+        queued, running = self._counts()
+        yield pages
+        yield workers
+        yield GaugeMetricFamily("pdserve_queued_requests", "Requests that wait for workers.", value=queued)
+        yield GaugeMetricFamily("pdserve_running_requests", "Requests sent to workers.", value=running)
+        yield GaugeMetricFamily(
+            "pdserve_insecure",
+            "1 if --insecure was given: no TLS beyond loopback.",
+            value=int(self._insecure),
+        )

@@ -1,0 +1,317 @@
+"""One request under way: feeds its lifecycle, carries out the effects, and gives the client its stream.
+
+Everything runs on the event loop; `apply` takes an event and has carried out its effects when it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pdserve.api import Admitted, Chunk, End, StreamEvent, Timings
+from pdserve.clock import Clock
+from pdserve.messages import PrefillRequest, Reserve
+from pdserve.rpc.status import error_from_label
+from router import events as ev
+from router.admission import Waiting
+from router.calls import LOST_MESSAGE, Calls, Tasks
+from router.dispatch import Dispatcher
+from router.lifecycle import step
+from router.metrics import RouterMetrics
+from router.model import TextStream
+from router.request_state import RequestState
+from router.roster import Roster
+from router.tickets import TicketMint
+from router.validate import ValidRequest
+
+TENANT = "default"
+"""The one tenant until clients are authenticated: an identity never comes from the request itself."""
+SETTLE_S = 1.0
+"""How long a decode worker may take to report after a stop text before the stream ends without its ledger."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What every request works with."""
+
+    roster: Roster
+    dispatcher: Dispatcher
+    tasks: Tasks
+    tickets: TicketMint
+    metrics: RouterMetrics
+    clock: Clock
+
+
+class RequestRun:
+    """One request. Created when it is valid; `stream` submits it and must be closed (aclosing)."""
+
+    def __init__(
+        self,
+        services: Services,
+        request_id: str,
+        request: ValidRequest,
+        text: TextStream | None,
+        *,
+        arrival: int,
+        started_at: float,
+        deadline_at: float,
+    ) -> None:
+        self._services, self._request, self._text = services, request, text
+        self._state = RequestState(
+            request_id=request_id,
+            prompt=request.token_ids,
+            max_tokens=request.sampling.max_tokens,
+            stop_ids=request.stop_ids,
+        )
+        self._calls = Calls(services.roster, services.tasks, self.apply)
+        self._todo: deque[ev.Event] = deque()
+        self._busy = False
+        self._wake = asyncio.Event()
+        self._ids: list[int] = []
+        self._pieces: list[str] = []
+        self._end: ev.EndStream | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._ticket: bytes | None = None
+        self._arrival, self._started_at = arrival, started_at
+        self._queued_at = services.clock.now()
+        self._deadline_at = deadline_at
+        self._tried_at = self._first_at = self._last_at = 0.0
+
+    # -- for the dispatcher ----------------------------------------------------------------------------
+
+    @property
+    def request_id(self) -> str:
+        return self._state.request_id
+
+    @property
+    def waiting(self) -> Waiting:
+        """This request as the queue sees it."""
+        return Waiting(
+            request_id=self.request_id,
+            priority=self._request.priority,
+            arrival=self._arrival,
+            tokens=len(self._state.prompt) + len(self._state.delivered),
+            queued_at=self._queued_at,
+            deadline_at=self._deadline_at,
+            tried=self._state.next_epoch > 0,
+        )
+
+    @property
+    def avoid(self) -> frozenset[int]:
+        return self._state.avoid
+
+    @property
+    def counted(self) -> bool:
+        """Whether its end is in the metrics already: so for all that was once queued."""
+        return self._end is not None
+
+    # -- for the client --------------------------------------------------------------------------------
+
+    async def stream(self) -> AsyncIterator[StreamEvent]:
+        """Submits the request and yields its events; closing early cancels. Raises what the request ends in."""
+        loop = asyncio.get_running_loop()
+        self._services.dispatcher.submit(self)
+        remaining = self._deadline_at - self._services.clock.now()
+        self._timer = loop.call_later(max(remaining, 0.0), self.apply, ev.DeadlineHit())
+        try:
+            yield Admitted(
+                request_id=self.request_id,
+                client_request_id=self._request.client_request_id,
+                prompt_tokens=len(self._state.prompt),
+            )
+            while (chunk := await self._next_chunk()) is not None:
+                yield chunk
+            yield self._result()
+        finally:
+            self.apply(ev.ClientGone())
+
+    async def _next_chunk(self) -> Chunk | None:
+        """All tokens that came since the last chunk; None when the stream has ended."""
+        while not (self._ids or self._pieces):
+            if self._end is not None:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+        index = len(self._state.delivered) - len(self._ids)
+        chunk = Chunk(index=index, token_ids=tuple(self._ids), text="".join(self._pieces))
+        self._ids.clear()
+        self._pieces.clear()
+        return chunk
+
+    def _result(self) -> End:
+        end = self._end
+        assert end is not None
+        if end.finish is None:
+            raise error_from_label(end.label, end.message, retry_after_s=end.retry_after_s)
+        return End(
+            finish_reason=end.finish,
+            usage=end.usage,
+            timings=self._timings(),
+            ledger=end.ledger,
+            epochs=end.epochs,
+        )
+
+    def _timings(self) -> Timings:
+        now = self._services.clock.now()
+        return Timings(
+            queue_s=max(0.0, self._tried_at - self._queued_at),
+            tokenise_s=self._queued_at - self._started_at,
+            ttft_s=max(0.0, self._first_at - self._started_at),
+            total_s=now - self._started_at,
+        )
+
+    # -- events and effects ----------------------------------------------------------------------------
+
+    def apply(self, event: ev.Event) -> None:
+        """Takes one event, and whatever its effects bring about at once."""
+        self._todo.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._todo:
+                for effect in step(self._state, self._todo.popleft()):
+                    _DO[type(effect)](self, effect)
+        finally:
+            self._busy = False
+
+    def _send_reserve(self, effect: ev.SendReserve) -> None:
+        services, request = self._services, self._request
+        now = services.clock.now()
+        self._tried_at = self._tried_at or now
+        if effect.key.epoch == 0:
+            services.metrics.queue.observe(now - self._queued_at)
+        services.dispatcher.count(
+            effect.key,
+            decode=effect.decode,
+            prefill=effect.prefill,
+            tokens=len(effect.token_ids),
+            rows=len(self._state.prompt) + request.sampling.max_tokens,
+        )
+        remaining = max(0.0, self._deadline_at - now)
+        self._ticket = ticket = self._mint(effect, now, remaining)
+        if ticket is None:
+            lost = ev.DecodeBroken(key=effect.key, label="worker_lost", message=LOST_MESSAGE)
+            self._todo.append(lost)
+            return
+        message = Reserve(
+            key=effect.key,
+            receiver_incarnation=effect.decode.incarnation,
+            ticket=ticket,
+            token_ids=effect.token_ids,
+            num_forced=effect.num_forced,
+            sampling=request.sampling,
+            tenant=TENANT,
+            mode=effect.mode,
+            prefill=effect.prefill,
+            deadline_s=remaining,
+            priority=request.priority,
+            use_prefix_cache=request.use_prefix_cache,
+            trace_id=request.trace_id,
+        )
+        self._calls.reserve(effect.decode, message, remaining + services.tickets.lease_s)
+
+    def _mint(self, effect: ev.SendReserve, now: float, remaining: float) -> bytes | None:
+        """The try's ticket; None if a worker is no member any more."""
+        roster = self._services.roster
+        decode = roster.member(effect.decode.worker_id, effect.decode.incarnation)
+        peer = effect.prefill
+        prefill = None if peer is None else roster.member(peer.worker_id, peer.incarnation)
+        if decode is None or (peer is not None and prefill is None):
+            return None
+        return self._services.tickets.ticket(
+            effect,
+            decode=decode,
+            prefill=prefill,
+            sampling=self._request.sampling,
+            tenant=TENANT,
+            now=now,
+            remaining_s=remaining,
+        )
+
+    def _send_prefill(self, effect: ev.SendPrefill) -> None:
+        if self._ticket is None:
+            return  # the try is already lost, see _send_reserve
+        request = self._request
+        remaining = max(0.0, self._deadline_at - self._services.clock.now())
+        message = PrefillRequest(
+            key=effect.key,
+            receiver_incarnation=effect.prefill.incarnation,
+            ticket=self._ticket,
+            token_ids=effect.token_ids,
+            num_forced=effect.num_forced,
+            sampling=request.sampling,
+            tenant=TENANT,
+            decode=effect.decode,
+            deadline_s=remaining,
+            priority=request.priority,
+            use_prefix_cache=request.use_prefix_cache,
+            trace_id=request.trace_id,
+        )
+        self._calls.prefill(effect.prefill, message, remaining + self._services.tickets.lease_s)
+
+    def _emit(self, effect: ev.Emit) -> None:
+        metrics, now = self._services.metrics, self._services.clock.now()
+        if self._last_at:
+            metrics.itl.observe(now - self._last_at)
+        else:
+            self._first_at = now
+            metrics.ttft.observe(now - self._started_at)
+        self._last_at = now
+        self._ids.append(effect.token_id)
+        if self._text is not None:
+            piece = self._text.push(effect.token_id)
+            if self._request.want_text and piece:
+                self._pieces.append(piece)
+            if self._text.stopped:
+                self._todo.append(ev.StopMatched())
+        self._wake.set()
+
+    def _cancel_decode(self, effect: ev.CancelDecode) -> None:
+        self._calls.cancel_decode(effect.decode, effect.key, keep_stream=effect.keep_stream)
+        if effect.keep_stream:
+            asyncio.get_running_loop().call_later(SETTLE_S, self.apply, ev.StopSettled())
+
+    def _requeue(self, effect: ev.Requeue) -> None:
+        if effect.blocked is None:
+            self._services.metrics.retries.inc()
+        self._services.dispatcher.requeue(self, effect)
+
+    def _end_stream(self, effect: ev.EndStream) -> None:
+        self._end = effect
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._text is not None and effect.finish is not None and self._request.want_text:
+            rest = self._text.finish()
+            if rest:
+                self._pieces.append(rest)
+        self._count(effect)
+        self._wake.set()
+
+    def _count(self, effect: ev.EndStream) -> None:
+        metrics = self._services.metrics
+        metrics.outcome(effect.finish or effect.label)
+        metrics.discarded.inc(effect.discarded)
+        metrics.ignored.inc(self._state.num_ignored)
+        metrics.tokens.labels("prompt").inc(effect.usage.prompt_tokens)
+        metrics.tokens.labels("cached").inc(effect.usage.cached_tokens)
+        metrics.tokens.labels("completion").inc(effect.usage.completion_tokens)
+        metrics.ledger(effect.ledger)
+
+
+_DO: dict[type, Callable[[RequestRun, Any], None]] = {
+    ev.SendReserve: RequestRun._send_reserve,
+    ev.SendPrefill: RequestRun._send_prefill,
+    ev.CancelDecode: RequestRun._cancel_decode,
+    ev.CancelPrefill: lambda run, e: run._calls.cancel_prefill(e.prefill, e.key),
+    ev.SwitchLocal: lambda run, e: run._calls.switch_local(e.decode, e.key),
+    ev.Emit: RequestRun._emit,
+    ev.ReleaseDecode: lambda run, e: run._services.dispatcher.release_decode(e.key),
+    ev.ReleasePrefill: lambda run, e: run._services.dispatcher.release_prefill(e.key),
+    ev.Requeue: RequestRun._requeue,
+    ev.LeaveQueue: lambda run, e: run._services.dispatcher.leave(run.request_id),
+    ev.EndStream: RequestRun._end_stream,
+}

@@ -1,0 +1,99 @@
+"""The router's gRPC services, thin over the hub: InferenceService for clients, ClusterService for workers."""
+
+# ruff: noqa: N802 - the methods are named by the protocol
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc.aio
+
+from pdserve.errors import InvalidRequest
+from pdserve.rpc.convert import (
+    Heartbeat,
+    Leave,
+    Register,
+    fleet_status_to_pb,
+    generate_from_pb,
+    join_answer_to_pb,
+    join_event_from_pb,
+    model_info_to_pb,
+    outcome_to_pb,
+    stream_event_to_pb,
+)
+from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from router.hub import Hub
+from router.roster import Roster
+
+INFERENCE = "pdserve.rpc.v1.InferenceService"
+CLUSTER = "pdserve.rpc.v1.ClusterService"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """What clients speak."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    async def Generate(  # type: ignore[override]
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> None:
+        """Cancelled by gRPC when the client cancels, disconnects or runs out of time."""
+        source = generate_from_pb(request)
+        async with aclosing(self._hub.generate(source, context.time_remaining())) as events:  # type: ignore[type-var]
+            async for event in events:
+                await context.write(stream_event_to_pb(event))
+
+    async def Abort(
+        self, request: inference_pb2.AbortRequest, context: Context
+    ) -> inference_pb2.AbortResponse:
+        if not request.request_id:
+            raise InvalidRequest.field("request_id", "is empty; send the id of the request to abort.")
+        return inference_pb2.AbortResponse(outcome=outcome_to_pb(self._hub.abort(request.request_id)))
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: Context
+    ) -> inference_pb2.GetModelResponse:
+        return model_info_to_pb(self._hub.model_info(request.model))
+
+    async def GetStatus(
+        self, request: inference_pb2.GetStatusRequest, context: Context
+    ) -> inference_pb2.GetStatusResponse:
+        return fleet_status_to_pb(self._hub.status())
+
+
+class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
+    """What workers speak: one long stream each."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+
+    async def Join(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[cluster_pb2.JoinRequest], context: Context
+    ) -> None:
+        """Register first, then heartbeats, each answered; an answer that is not accepted ends the stream."""
+        stream = object()
+        record = None
+        try:
+            async for message in request_iterator:
+                event = join_event_from_pb(message)
+                match event:
+                    case Register():
+                        answer = self._roster.register(event, stream)
+                        record = event.record if answer.accepted else None
+                    case Heartbeat() if record is not None:
+                        answer = self._roster.heartbeat(record, event)
+                    case Leave() if record is not None:
+                        self._roster.leave(record)
+                        return
+                    case _:
+                        raise InvalidRequest.field("event", "a stream begins with register.")
+                await context.write(join_answer_to_pb(answer))
+                if not answer.accepted:
+                    return
+        finally:
+            if record is not None:
+                self._roster.stream_ended(record, stream)
