@@ -19,7 +19,8 @@ from pdserve.sched.sequence import Seq
 
 
 class Admission:
-    """Changes the roster and binds pages; never called while a step is in flight. Events go to `events`."""
+    """Changes the roster and binds pages; `grow`, then `admit`, while no step is in flight. Events go to
+    `events`."""
 
     def __init__(
         self, config: SchedConfig, roster: Roster, binder: PageBinder, events: list[SeqEvent]
@@ -28,6 +29,7 @@ class Admission:
         self._roster = roster
         self._binder = binder
         self._events = events
+        self._fresh: dict[str, tuple[Seq, int, bool]] = {}
 
     def grow(self) -> None:
         """Growth pages for running sequences, oldest first. One that gets none is sent back or, as the
@@ -38,6 +40,13 @@ class Admission:
 
     def admit(self) -> None:
         """Starts what fits into the slots, the step's budget and the pool."""
+        self._admit_waiting()
+        for seq, num_hit, _ in self._fresh.values():
+            self._events.append(Started(seq_id=seq.seq_id, hit_tokens=num_hit))
+            self._events.extend(self._binder.hits(seq, num_hit))
+        self._fresh.clear()
+
+    def _admit_waiting(self) -> None:
         budget = Budget.after(self._config, self._roster.by_rank())
         blocked = False
         for seq in tuple(self._roster.waiting):
@@ -56,7 +65,7 @@ class Admission:
     def _grow_one(self, seq: Seq) -> None:
         while not self._binder.grow(seq):
             younger = self._roster.holders_younger_than(seq)
-            if younger:
+            if younger and self._binder.fits_without(seq, younger):
                 self._preempt(younger[-1])
                 continue
             if self._roster.any_older_holder(seq):
@@ -65,7 +74,8 @@ class Admission:
 
     def _start(self, seq: Seq) -> bool:
         # Newcomers leave one growth page to each running sequence, lest they are sent back at once.
-        keep_back = 0 if seq.pages else len(self._roster.running)
+        had_pages = bool(seq.pages)
+        keep_back = 0 if had_pages else len(self._roster.running)
         num_hit = self._binder.bind(seq, keep_back=keep_back)
         if num_hit is None:
             num_hit = self._bind_before_younger(seq)
@@ -73,14 +83,13 @@ class Admission:
             return False
         self._roster.start(seq)
         seq.started()
-        self._events.append(Started(seq_id=seq.seq_id, hit_tokens=num_hit))
-        self._events.extend(self._binder.hits(seq, num_hit))
+        self._fresh[seq.seq_id] = (seq, num_hit, had_pages)
         return True
 
     def _bind_before_younger(self, seq: Seq) -> int | None:
         """Binds at the cost of younger sequences (handed over after it was sent back), youngest first."""
         younger = self._roster.holders_younger_than(seq)
-        if not younger or self._binder.shortfall(seq) > sum(len(each.pages) for each in younger):
+        if not younger or not self._binder.fits_without(seq, younger):
             return None
         while younger:
             num_hit = self._binder.bind(seq)
@@ -92,4 +101,7 @@ class Admission:
     def _preempt(self, seq: Seq) -> None:
         self._binder.release(seq)
         self._roster.send_back(seq)
-        self._events.append(Preempted(seq_id=seq.seq_id))
+        # Started in this very plan and from nothing: nobody was told, and its hits may be gone already.
+        _, _, had_pages = self._fresh.pop(seq.seq_id, (seq, 0, True))
+        if had_pages:
+            self._events.append(Preempted(seq_id=seq.seq_id))

@@ -9,7 +9,7 @@ Ranges of a block table and who may write them:
 
 from __future__ import annotations
 
-from pdserve.kvcache.allocator import PageState
+from pdserve.kvcache.allocator import CACHE, PageState
 from pdserve.kvcache.contentkeys import KeyChain
 from pdserve.kvcache.layout import pages_for
 from pdserve.kvcache.manager import PageManager
@@ -53,11 +53,16 @@ class PageBinder:
         seq.num_computed = len(hits) * self._page_size
         return seq.num_computed
 
-    def shortfall(self, seq: Seq) -> int:
-        """Pages that would have to become available for `bind`, at least."""
-        num_hits = 0 if seq.pages else len(self._manager.match(self._hit_keys(seq)))
-        num_bound = seq.missing_pages(self._page_size) + len(self._unwritable(seq))
-        return num_bound - num_hits - self._manager.available
+    def fits_without(self, seq: Seq, others: list[Seq]) -> bool:
+        """Whether `bind` or `grow` would succeed if the other sequences gave all their pages back."""
+        short = seq.missing_pages(self._page_size) + len(self._unwritable(seq)) - self._manager.available
+        if short > sum(len(other.pages) for other in others) + len(seq.tokens) // self._page_size:
+            return False  # cheap, and nearly always right
+        gone = {other.holder for other in others} | {CACHE}
+        gained = {page for other in others for page in other.pages if self._manager.holders(page) <= gone}
+        hits = () if seq.pages else self._manager.match(self._hit_keys(seq))
+        held = sum(page not in gained and self._manager.holders(page) != {CACHE} for page in hits)
+        return short <= len(gained) + held
 
     def grow(self, seq: Seq) -> bool:
         """Makes sure that a running sequence's rows have pages, taking what is missing if it is available."""
