@@ -10,6 +10,7 @@ import math
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -156,6 +157,8 @@ class Listener:
             self._counters.add("violations")
         except Stalled:
             self._counters.add("stalled")
+            # Reset: what the kernel still holds for a peer that takes nothing must go too.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         except (PeerClosed, OSError):
             self._counters.add("closed_by_peer")
         except Exception:

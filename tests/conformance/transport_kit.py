@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +35,13 @@ class Destination:
 
     def untouched(self, slot: int) -> bool:
         return bytes(self.target(slot)) == b"\xa5" * PAGE_BYTES
+
+    def wait_touched(self, slot: int) -> bool:
+        """Waits until a byte of the slot was written. The writer can't tell us, so this looks and yields."""
+        end = time.monotonic() + WAIT_S
+        while self.untouched(slot) and time.monotonic() < end:
+            os.sched_yield()
+        return not self.untouched(slot)
 
     def guards_whole(self) -> bool:
         """Whether no byte outside the targets was written."""
