@@ -1,4 +1,4 @@
-"""A router without its sockets: validates, queues, runs and reports requests. The services are thin over it."""
+"""A router without its sockets: validates, queues, runs and reports requests. Services are thin over it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Hub:
     async def generate(
         self, source: GenerateInput, time_left_s: float | None = None
     ) -> AsyncIterator[StreamEvent]:
-        """One request's events; closing the iterator (aclosing) cancels. time_left_s: of the caller's own deadline.
+        """One request's events; closing the iterator cancels. time_left_s: of the caller's own deadline.
 
         Raises the PdserveError that the request was refused with or ended in.
         """

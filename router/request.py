@@ -111,7 +111,7 @@ class RequestRun:
     # -- for the client --------------------------------------------------------------------------------
 
     async def stream(self) -> AsyncIterator[StreamEvent]:
-        """Submits the request and yields its events; closing early cancels. Raises what the request ends in."""
+        """Submits the request, yields its events; closing early cancels. Raises what the request ends in."""
         loop = asyncio.get_running_loop()
         self._services.dispatcher.submit(self)
         remaining = self._deadline_at - self._services.clock.now()

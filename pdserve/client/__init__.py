@@ -1,0 +1,42 @@
+"""The SDK: `AsyncClient` and `Client`, streams of chunks, typed errors. Needs grpcio and protobuf only.
+
+    with Client() as client:
+        for chunk in client.generate("Once upon a time", max_tokens=64):
+            print(chunk.text, end="", flush=True)
+
+gRPC is loaded with the first client, so that importing this costs nothing.
+"""
+
+from pdserve.api import (
+    ChatMessage,
+    Chunk,
+    FleetStatus,
+    ModelInfo,
+    Timings,
+    WorkerStatus,
+)
+from pdserve.client.aio import AsyncClient, AsyncStream
+from pdserve.client.blocking import Client, Stream
+from pdserve.client.request import GenerateOptions
+from pdserve.client.result import Result
+from pdserve.messages import Outcome
+from pdserve.types import FinishReason, Ledger, Usage
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "ChatMessage",
+    "Chunk",
+    "Client",
+    "FinishReason",
+    "FleetStatus",
+    "GenerateOptions",
+    "Ledger",
+    "ModelInfo",
+    "Outcome",
+    "Result",
+    "Stream",
+    "Timings",
+    "Usage",
+    "WorkerStatus",
+]

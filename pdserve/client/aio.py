@@ -1,0 +1,160 @@
+"""The asyncio client. Use it from one event loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pdserve.api import Chunk, FleetStatus, ModelInfo
+from pdserve.client.request import (
+    CONTROL_TIMEOUT_S,
+    DEFAULT_ADDRESS,
+    GRACE_S,
+    GenerateOptions,
+    Message,
+    build,
+    to_wire,
+)
+from pdserve.client.result import Collector, Result
+from pdserve.errors import Cancelled
+from pdserve.messages import Outcome
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """A connection to one router. Dials at the first call; close it, or use `async with`.
+
+    Every call has a deadline. All methods raise the errors of pdserve.errors and no others.
+    """
+
+    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+        """address: host:port of the router. Must be called in a running event loop."""
+        from pdserve.rpc.channel import open_channel
+        from pdserve.rpc.v1.inference_pb2_grpc import InferenceServiceStub
+
+        self._channel = open_channel(address)
+        self._stub = InferenceServiceStub(self._channel)
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncStream:
+        """Starts one completion of a prompt, a conversation or token ids. Raises InvalidRequest at once."""
+        source = build(prompt, messages, token_ids, options)
+        return AsyncStream(self._stub.Generate(to_wire(source), timeout=source.deadline_s + GRACE_S))
+
+    async def abort(self, request_id: str) -> Outcome:
+        """Ends a request by the id its stream has. UNKNOWN: the router does not remember it."""
+        from pdserve.rpc.convert import outcome_from_pb
+        from pdserve.rpc.v1.inference_pb2 import AbortRequest
+
+        response = await _checked(
+            self._stub.Abort(AbortRequest(request_id=request_id), timeout=CONTROL_TIMEOUT_S)
+        )
+        return outcome_from_pb(response.outcome)
+
+    async def get_model(self, model: str = "") -> ModelInfo:
+        """The model that is served. Raises Unavailable before the first worker has registered."""
+        from pdserve.rpc.convert import model_info_from_pb
+        from pdserve.rpc.v1.inference_pb2 import GetModelRequest
+
+        request = GetModelRequest(model=model)
+        return model_info_from_pb(await _checked(self._stub.GetModel(request, timeout=CONTROL_TIMEOUT_S)))
+
+    async def get_status(self) -> FleetStatus:
+        """The router's view of its fleet."""
+        from pdserve.rpc.convert import fleet_status_from_pb
+        from pdserve.rpc.v1.inference_pb2 import GetStatusRequest
+
+        call = self._stub.GetStatus(GetStatusRequest(), timeout=CONTROL_TIMEOUT_S)
+        return fleet_status_from_pb(await _checked(call))
+
+    async def close(self) -> None:
+        """Ends all calls."""
+        await self._channel.close(None)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class AsyncStream:
+    """One completion under way: iterate over its chunks, or await `result`. Leaving it unfinished cancels."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._collected = Collector()
+        self._events = self._read()
+
+    @property
+    def request_id(self) -> str | None:
+        """The id to abort it by; None until the router has admitted it."""
+        return self._collected.admitted.request_id if self._collected.admitted is not None else None
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self._events
+
+    async def result(self) -> Result:
+        """Waits for the end and gives the whole answer, whatever part of it was iterated over before."""
+        async for _ in self._events:
+            pass
+        return self._collected.result()
+
+    def cancel(self) -> None:
+        """Ends the request; iterating then raises Cancelled. No effect once it has ended."""
+        self._call.cancel()
+
+    async def _read(self) -> AsyncIterator[Chunk]:
+        import asyncio
+
+        import grpc
+
+        from pdserve.rpc.convert import stream_event_from_pb
+        from pdserve.rpc.status import error_from_rpc
+
+        try:
+            async for message in self._call:
+                chunk = self._collected.take(stream_event_from_pb(message))
+                if chunk is not None:
+                    yield chunk
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise Cancelled("The request was cancelled.") from None
+        finally:
+            self._call.cancel()
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+async def _checked(call: Awaitable[T]) -> T:
+    import grpc
+
+    from pdserve.rpc.status import error_from_rpc
+
+    try:
+        return await call
+    except grpc.RpcError as error:
+        raise error_from_rpc(error) from None
