@@ -1,0 +1,118 @@
+"""The Ray actor around one worker: settings of its process, then the host does the work.
+
+Only JSON text and numbers cross. No request, token or KV byte passes here. The host is loaded by name, so
+that this module (and the fleet) never imports an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import json
+import logging
+import os
+from typing import Any, Protocol
+
+from pdserve.config import WorkerConfig
+from pdserve.config.serve import NODE_HOST
+from pdserve.errors import InternalError, PdserveError
+from pdserve.types import WorkerRecord
+
+log = logging.getLogger("pdserve.fleet")
+
+
+class Host(Protocol):
+    """What runs inside a worker's process (`pdserve.worker.host.WorkerHost`). Called off the event loop."""
+
+    def start(self) -> WorkerRecord:
+        """Blocks until the worker serves. Raises PdserveError."""
+        ...
+
+    def drain(self, timeout_s: float) -> bool:
+        """Takes no new work; blocks until the running work is done (True) or time is up (False)."""
+        ...
+
+    def stop(self) -> None:
+        """Ends everything. May be called in any state, also twice."""
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """Process settings as they are in force: pid, nice, OMP variables, compute threads."""
+        ...
+
+
+class WorkerActor:
+    """One worker process. Ray calls the methods; they run side by side on the actor's event loop."""
+
+    def __init__(self, config_json: str, worker_host: str) -> None:
+        config = WorkerConfig.from_json(config_json)
+        raise_nice(config.nice)
+        if config.host == NODE_HOST:
+            config = dataclasses.replace(config, host=_node_address())
+        self._worker_host = worker_host
+        self._config = config
+        self._host: Host | None = None
+        self._answer: asyncio.Task[str] | None = None
+
+    async def start(self) -> str:
+        """Starts the host, once. JSON: {"record": …} when it serves, or {"error": {label, message}}.
+
+        Asked again (by a restarted controller) it gives the same answer.
+        """
+        if self._answer is None:
+            self._answer = asyncio.create_task(asyncio.to_thread(self._start))
+        return await asyncio.shield(self._answer)
+
+    async def lifetime(self) -> None:
+        """Never returns: the caller learns of the process's death by the failure of this call."""
+        await asyncio.Event().wait()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """See Host.drain. True when there is no host to drain."""
+        if self._host is None:
+            return True
+        return await asyncio.to_thread(self._host.drain, timeout_s)
+
+    async def stop(self) -> None:
+        """See Host.stop."""
+        if self._host is not None:
+            await asyncio.to_thread(self._host.stop)
+
+    async def settings(self) -> str:
+        """See Host.settings, as JSON."""
+        return json.dumps(self._host.settings() if self._host else {"pid": os.getpid()})
+
+    def _start(self) -> str:
+        try:
+            self._host = load_host(self._worker_host, self._config)
+            return json.dumps({"record": dataclasses.asdict(self._host.start())})
+        except PdserveError as err:
+            log.exception("worker %s can not start", self._config.worker_id)
+            return json.dumps({"error": {"label": err.label, "message": err.message}})
+        except Exception:
+            log.exception("worker %s can not start", self._config.worker_id)
+            text = "the worker failed while it started; its log says why"
+            return json.dumps({"error": {"label": InternalError.label, "message": text}})
+
+
+def load_host(worker_host: str, config: WorkerConfig) -> Host:
+    """Makes the host named "module:Class"."""
+    module, _, name = worker_host.partition(":")
+    host: Host = getattr(importlib.import_module(module), name)(config)
+    return host
+
+
+def raise_nice(by: int) -> None:
+    """Adds to the nice value of every thread; Linux keeps it by thread, and later ones inherit it."""
+    if not by:
+        return
+    for thread in os.listdir("/proc/self/task"):
+        current = os.getpriority(os.PRIO_PROCESS, int(thread))
+        os.setpriority(os.PRIO_PROCESS, int(thread), current + by)
+
+
+def _node_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())

@@ -1,0 +1,210 @@
+"""The fleet controller: one named Ray actor that keeps the wanted workers running.
+
+Decisions are the Supervisor's (pure); here they meet Ray. Methods take and give JSON text. The controller
+may die at any time: Ray restarts it, it reads the wanted counts from the cluster's key-value store and finds
+its workers by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import time
+from typing import Any
+
+from pdserve.fleet.actor import WorkerActor
+from pdserve.fleet.placement import actor_options, ensure_group, remove_group
+from pdserve.fleet.spec import FleetSpec, actor_name
+from pdserve.fleet.store import load_wanted, running_workers, save_wanted
+from pdserve.fleet.supervise import Command, Start, Supervisor
+from pdserve.types import Role
+
+log = logging.getLogger("pdserve.fleet")
+
+_LOST = {"label": "worker_lost", "message": "the worker's process ended"}
+_LATE = {"label": "unavailable", "message": "the worker did not serve in time"}
+
+
+class FleetController:
+    """See the module. All state belongs to the actor's event loop."""
+
+    async def __init__(self, spec_json: str) -> None:  # type: ignore[misc]  # Ray awaits it
+        self._spec = FleetSpec.from_json(spec_json)
+        wanted = await asyncio.to_thread(load_wanted) or self._spec.wanted
+        self._supervisor = Supervisor(
+            wanted, min_backoff_s=self._spec.min_backoff_s, max_backoff_s=self._spec.max_backoff_s
+        )
+        self._actors: dict[str, Any] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Condition()
+        self._closing = False
+        for worker_id, role, actor in await asyncio.to_thread(running_workers):
+            self._supervisor.adopt(worker_id, role, time.monotonic())
+            self._spawn(self._watch(worker_id, actor))
+        self._spawn(self._run())
+
+    # ---- what callers ask -------------------------------------------------------------------------
+
+    async def status(self) -> str:
+        """JSON: wanted counts and every slot with its state, record, restarts and last error."""
+        now = time.monotonic()
+        slots = [
+            {
+                **dataclasses.asdict(slot),
+                "since": round(now - slot.since, 3),
+                "start_at": round(max(0.0, slot.start_at - now), 3),
+            }
+            for slot in self._supervisor.slots.values()
+        ]
+        ready = self._supervisor.all_serving()
+        return json.dumps({"wanted": self._supervisor.wanted, "workers": slots, "all_serving": ready})
+
+    async def wait_changed(self, timeout_s: float) -> str:
+        """The status after the next change, or after the time given."""
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait(), timeout_s)
+            except TimeoutError:
+                log.debug("no change in %s s", timeout_s)
+        return await self.status()
+
+    async def scale(self, role: str, count: int) -> str:
+        """Wants `count` workers of a role; returns the status."""
+        if count < 0 or Role(role) not in self._spec.templates:
+            raise ValueError("no such role in this fleet, or a negative count")
+        self._supervisor.scale(Role(role), count)
+        await self._wanted_changed()
+        return await self.status()
+
+    async def drain(self, worker_id: str) -> bool:
+        """Drains and ends one worker and wants one fewer of its role. False: no such worker."""
+        command = self._supervisor.drain(worker_id, time.monotonic())
+        if command is not None:
+            self._carry_out(command)
+        await self._wanted_changed()
+        return command is not None
+
+    async def settings(self, worker_id: str) -> str:
+        """What the worker's process says about its own settings, as JSON."""
+        return str(await self._actors[worker_id].settings.remote())
+
+    async def shutdown(self, timeout_s: float) -> bool:
+        """Drains and ends every worker. True: all had finished their work in time."""
+        self._closing = True
+        self._spec = dataclasses.replace(self._spec, drain_timeout_s=timeout_s)
+        for role in Role:
+            self._supervisor.scale(role, 0)
+        drained = await asyncio.gather(*(self._end(worker_id) for worker_id in list(self._actors)))
+        for worker_id in list(self._supervisor.slots):
+            await asyncio.to_thread(remove_group, worker_id)
+        return all(drained)
+
+    # ---- the loop ---------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while not self._closing:
+            now = time.monotonic()
+            for command in self._supervisor.due(now):
+                self._carry_out(command)
+            due = self._supervisor.next_due()
+            async with self._changed:
+                try:
+                    await asyncio.wait_for(self._changed.wait(), None if due is None else max(0.0, due - now))
+                except TimeoutError:
+                    continue
+
+    def _carry_out(self, command: Command) -> None:
+        if isinstance(command, Start):
+            self._spawn(self._start(command))
+        else:
+            self._spawn(self._retire(command.worker_id))
+
+    async def _start(self, command: Start) -> None:
+        template = self._spec.templates[command.role]
+        config = dataclasses.replace(template, worker_id=command.worker_id)
+        try:
+            actor = await asyncio.to_thread(_create, config, self._spec.worker_host)
+        except Exception as err:  # Ray raises many kinds; each means "not now"
+            log.warning("worker %s can not be placed: %s", command.worker_id, type(err).__name__)
+            await self._ended(command.worker_id, {"label": "unavailable", "message": "Ray can not place it"})
+            return
+        await self._watch(command.worker_id, actor)
+
+    async def _watch(self, worker_id: str, actor: Any) -> None:
+        """Follows one process from its start to its end."""
+        self._actors[worker_id] = actor
+        error = _LOST
+        try:
+            answer = await asyncio.wait_for(_result(actor.start.remote()), self._spec.start_timeout_s)
+            reply = json.loads(answer)
+            if "record" in reply:
+                self._supervisor.serving(worker_id, reply["record"], time.monotonic())
+                await self._notify()
+                await _result(actor.lifetime.remote())
+            error = reply.get("error", _LOST)
+        except TimeoutError:
+            error = _LATE
+        except Exception as err:  # the process is gone: Ray says so with several kinds
+            log.info("worker %s ended: %s", worker_id, type(err).__name__)
+        if self._actors.get(worker_id) is actor:
+            del self._actors[worker_id]
+        await asyncio.to_thread(_kill, actor)
+        await self._ended(worker_id, error)
+
+    async def _retire(self, worker_id: str) -> None:
+        await self._end(worker_id)
+        await asyncio.to_thread(remove_group, worker_id)
+
+    async def _end(self, worker_id: str) -> bool:
+        """Drains, stops and kills one worker; its watch sees the end. True if all its work was done."""
+        actor = self._actors.get(worker_id)
+        if actor is None:
+            return True
+        drained = False
+        try:
+            patience = self._spec.drain_timeout_s
+            drained = await asyncio.wait_for(_result(actor.drain.remote(patience)), patience + 5.0)
+            await asyncio.wait_for(_result(actor.stop.remote()), 5.0)
+        except Exception as err:  # dead already, or stuck: it is killed either way
+            log.warning("worker %s did not stop by itself: %s", worker_id, type(err).__name__)
+        await asyncio.to_thread(_kill, actor)
+        return bool(drained)
+
+    async def _ended(self, worker_id: str, error: dict[str, str]) -> None:
+        self._supervisor.ended(worker_id, error, time.monotonic())
+        await self._notify()
+
+    async def _wanted_changed(self) -> None:
+        await asyncio.to_thread(save_wanted, self._supervisor.wanted)
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _result(ref: Any) -> Any:
+    return await ref
+
+
+def _create(config: Any, worker_host: str) -> Any:
+    import ray
+
+    options = actor_options(config, ensure_group(config.worker_id))
+    return ray.remote(WorkerActor).options(**options).remote(config.to_json(), worker_host)
+
+
+def _kill(actor: Any) -> None:
+    import ray
+
+    ray.kill(actor, no_restart=True)
+
+
+__all__ = ["FleetController", "actor_name"]

@@ -1,0 +1,70 @@
+"""Where a worker goes, in Ray's terms: its placement group and the options of its actor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdserve.config import WorkerConfig
+from pdserve.fleet.spec import RESOURCE_SHARE, WORKER_RESOURCE, actor_name, group_name
+
+CALLS_AT_ONCE = 16
+"""Methods of one worker actor that may be under way; they wait, they do not compute."""
+
+
+def bundle(cluster_resources: dict[str, float]) -> dict[str, float]:
+    """One replica's bundle. A cluster whose nodes lack our resource gets a sliver of a CPU instead."""
+    name = WORKER_RESOURCE if WORKER_RESOURCE in cluster_resources else "CPU"
+    return {name: RESOURCE_SHARE}
+
+
+def ensure_group(worker_id: str) -> Any:
+    """The worker's placement group: the one it had, or a new one. Outlives its creator."""
+    import ray
+
+    try:
+        return ray.util.get_placement_group(group_name(worker_id))
+    except ValueError:
+        return ray.util.placement_group(
+            [bundle(ray.cluster_resources())],
+            strategy="STRICT_PACK",
+            name=group_name(worker_id),
+            lifetime="detached",
+        )
+
+
+def remove_group(worker_id: str) -> None:
+    """Gives the worker's place back; no effect if it has none."""
+    import ray
+
+    try:
+        ray.util.remove_placement_group(ray.util.get_placement_group(group_name(worker_id)))
+    except ValueError:
+        return
+
+
+def actor_options(config: WorkerConfig, group: Any) -> dict[str, Any]:
+    """Options of a worker's actor. Threads and OpenMP's waiting are set before torch loads in the process."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    resources = {name: share for name, share in group.bundle_specs[0].items() if name != "CPU"}
+    return {
+        "name": actor_name(config.worker_id),
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "resources": resources,
+        "max_restarts": 0,
+        "max_concurrency": CALLS_AT_ONCE,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=0
+        ),
+        "runtime_env": {"env_vars": thread_variables(config.threads)},
+    }
+
+
+def thread_variables(threads: int) -> dict[str, str]:
+    """Environment of a worker that shares its cores: OpenMP threads sleep while they wait (decision 0003)."""
+    return {
+        "OMP_WAIT_POLICY": "passive",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+    }
