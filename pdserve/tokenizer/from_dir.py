@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer
 
 from pdserve.errors import ModelError
 from pdserve.tokenizer.bundle import MAX_BUNDLE_BYTES, MAX_TEMPLATE_BYTES, TokenizerBundle
@@ -26,6 +26,7 @@ def load_bundle_from_dir(path: str | Path) -> TokenizerBundle:
     """Reads the tokenizer, chat template and limits. Raises ModelError if a file is missing or damaged.
 
     Files: tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json, generation_config.json.
+    What comes before a prompt (BOS) is tokenizer.json's to say; add_bos_token is for folders without it.
     """
     folder = Path(path)
     raw = _read(folder / "tokenizer.json", MAX_BUNDLE_BYTES)
@@ -35,7 +36,8 @@ def load_bundle_from_dir(path: str | Path) -> TokenizerBundle:
     tokenizer = load_native(raw)
     texts = _special_texts(settings)
     _add_missing_tokens(tokenizer, settings, texts)
-    _set_ends(tokenizer, settings, texts)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     bos = texts.get("bos_token")
     bos_id = tokenizer.token_to_id(bos) if bos else None
     bundle = TokenizerBundle(
@@ -102,22 +104,6 @@ def _add_missing_tokens(tokenizer: Tokenizer, settings: Mapping[str, Any], texts
     # A named special token is never plain text, even where the file forgot to list it.
     named = [AddedToken(text, special=True, normalized=False) for text in texts.values() if text not in known]
     tokenizer.add_special_tokens([t for t in named if tokenizer.token_to_id(t.content) is not None])
-
-
-def _set_ends(tokenizer: Tokenizer, settings: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-    """Applies add_bos_token and add_eos_token where the settings state them; else tokenizer.json decides."""
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    if "add_bos_token" not in settings and "add_eos_token" not in settings:
-        return
-    wanted = [n for n in ("bos", "eos") if settings.get(f"add_{n}_token") is True and f"{n}_token" in texts]
-    found = {n: (texts[f"{n}_token"], tokenizer.token_to_id(texts[f"{n}_token"])) for n in wanted}
-    if any(i is None for _, i in found.values()):
-        raise ModelError("The model's tokenizer adds a special token that is not in its vocabulary.")
-    before, after = ([found[n][0]] if n in found else [] for n in ("bos", "eos"))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after], pair=None, special_tokens=list(found.values())
-    )
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:

@@ -60,7 +60,9 @@ class Meter:
         elif isinstance(value, int):
             if value.bit_length() > MAX_INT_BITS:
                 raise RenderLimit("a number is too large")
-        elif isinstance(value, (list, tuple, dict, Namespace)):
+        elif isinstance(value, Namespace):
+            measure(_attributes(value))
+        elif isinstance(value, (list, tuple, dict)):
             measure(value)
         return value
 
@@ -100,6 +102,7 @@ def measure(value: Any) -> None:
     """Refuses a list or mapping that is too large or too deep when written out in full.
 
     Values that appear several times count each time: otherwise forty nested pairs would be a trillion values.
+    A namespace can still change, so none may be within.
     """
     nodes = chars = 0
     todo: list[tuple[Any, int]] = [(value, 0)]
@@ -108,6 +111,8 @@ def measure(value: Any) -> None:
         nodes += 1
         if isinstance(item, str):
             chars += len(item)
+        elif isinstance(item, Namespace):
+            raise RenderLimit("a namespace is put into another value")
         elif (inner := _inner(item)) is not None:
             if depth >= MAX_DEPTH:
                 raise RenderLimit("a value is nested too deeply")
@@ -122,8 +127,10 @@ def measure(value: Any) -> None:
 def _inner(item: Any) -> list[Any] | None:
     if isinstance(item, (list, tuple)):
         return list(item)
-    if isinstance(item, Namespace):
-        item = object.__getattribute__(item, "_Namespace__attrs")
     if isinstance(item, dict):
         return [*item.keys(), *item.values()]
     return None
+
+
+def _attributes(namespace: Namespace) -> Any:
+    return object.__getattribute__(namespace, "_Namespace__attrs")

@@ -69,6 +69,8 @@ class SafeNamespace(Namespace):
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
             raise SecurityError("a namespace may not hold names with a leading underscore")
+        if isinstance(value, Namespace):
+            raise RenderLimit("a namespace is put into another value")
         super().__setitem__(name, value)
 
 

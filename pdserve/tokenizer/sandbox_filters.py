@@ -12,13 +12,13 @@ from jinja2.filters import FILTERS as JINJA_FILTERS
 from jinja2.runtime import Context
 from jinja2.utils import pass_context
 
-from pdserve.tokenizer.limits import RenderLimit, meter, need_chars
+from pdserve.tokenizer.limits import MAX_NODES, RenderLimit, meter, need_chars
 
 _PLAIN = (
     *("abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "groupby"),
-    *("int", "items", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr"),
-    *("reverse", "safe", "select", "selectattr", "sort", "string", "sum", "title", "trim", "truncate"),
-    *("unique", "upper", "urlencode", "wordcount"),
+    *("int", "items", "last", "length", "lower", "map", "max", "min", "reject", "rejectattr", "reverse"),
+    *("safe", "select", "selectattr", "string", "sum", "title", "trim", "truncate", "unique"),
+    *("upper", "urlencode", "wordcount"),
 )
 _WIDTH = re.compile(r"\d{4}|\*|\{[^{}]*\{")
 
@@ -41,6 +41,11 @@ def _check_indent(text: Any, width: Any = 4, *_: Any, **__: Any) -> None:
 def _check_round(_: Any, precision: Any = 0, *__: Any, **___: Any) -> None:
     if not isinstance(precision, int) or abs(precision) > 20:
         raise RenderLimit("a number is too large")
+
+
+def _check_list(value: Any, *_: Any, **__: Any) -> None:
+    if isinstance(value, str) and len(value) > MAX_NODES:
+        raise RenderLimit("a list is too long")
 
 
 def _check_format(text: Any, *_: Any, **__: Any) -> None:
@@ -100,6 +105,8 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "indent": _guarded(JINJA_FILTERS["indent"], _check_indent),
     "round": _guarded(JINJA_FILTERS["round"], _check_round),
     "format": _guarded(JINJA_FILTERS["format"], _check_format),
+    "list": _guarded(JINJA_FILTERS["list"], _check_list),
+    "sort": _guarded(JINJA_FILTERS["sort"], _check_list),
     "join": _join,
     "tojson": _tojson,
 }
