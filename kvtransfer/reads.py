@@ -14,8 +14,11 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from enum import Enum, auto
 
-from kvtransfer.digest import page_digest
+import xxhash
+
+from kvtransfer.digest import page_hasher
 from kvtransfer.transport import Done, ReadDone, ReaderConfig, ReadRequest, ReadStatus
+from kvtransfer.wire import sendable
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +72,8 @@ class ReadTable:
         self._closed = False
 
     def add(self, request: ReadRequest, done: Done) -> None:
-        """Queues a read; in a closed table it fails at once, and so does one of another pool.
+        """Queues a read; in a closed table it fails at once, as do reads of another pool or beyond the wire's
+        limits.
 
         Raises ValueError for a target that can not hold the page, or a read_id that is pending.
         """
@@ -91,7 +95,10 @@ class ReadTable:
     def _refusal(self, request: ReadRequest) -> str:
         if self._closed:
             return "closed"
-        return "wrong pool" if request.source.pool_id != self._config.pool_id else ""
+        if request.source.pool_id != self._config.pool_id:
+            return "wrong pool"
+        in_range = 0 <= request.source.page < 2**64 and 0 <= request.source.generation < 2**64
+        return "" if in_range and sendable(request.key, request.ticket) else "unsendable"
 
     def peek(self) -> Pending | None:
         """The first waiting read, left where it is."""
@@ -145,11 +152,10 @@ class ReadTable:
         self._report(pending, ReadStatus.FAILED, detail="cancelled")
         return pending if was_asked else None
 
-    def verify(self, pending: Pending) -> None:
-        """Ends a read whose bytes are all in the target: GOOD or MISMATCH by their digest."""
+    def hasher(self, pending: Pending) -> xxhash.xxh3_128:
+        """What digests the bytes of a read's target; it has taken their header."""
         request, config = pending.request, self._config
-        digest = page_digest(
-            request.target,
+        return page_hasher(
             layout=config.layout,
             layer_first=config.layer_first,
             layer_last=config.layer_last,
@@ -157,8 +163,11 @@ class ReadTable:
             index=request.index,
             valid_rows=request.valid_rows,
         )
-        status = ReadStatus.GOOD if digest == request.digest else ReadStatus.MISMATCH
-        self._counters.add("bytes", config.page_bytes)
+
+    def verify(self, pending: Pending, digest: bytes) -> None:
+        """Ends a read whose bytes are all in the target and have that digest: GOOD or MISMATCH."""
+        status = ReadStatus.GOOD if digest == pending.request.digest else ReadStatus.MISMATCH
+        self._counters.add("bytes", self._config.page_bytes)
         self.end(pending, status, digest=digest)
 
     def end(self, pending: Pending, status: ReadStatus, *, digest: bytes = b"", detail: str = "") -> None:

@@ -140,6 +140,16 @@ class Read:
         return read
 
 
+def sendable(key: Key, ticket: bytes) -> bool:
+    """Whether a frame can carry them; a source would take what is longer for a violation."""
+    counts = key.term, key.epoch
+    return (
+        len(ticket) <= MAX_TICKET_BYTES
+        and len(key.request_id.encode()) <= MAX_NAME_BYTES
+        and all(0 <= count < 2**64 for count in counts)
+    )
+
+
 def pack(kind: Kind, *, code: int = 0, sequence: int = 0, body: bytes = b"", payload_bytes: int = 0) -> bytes:
     """Header and body of a frame; `payload_bytes` follow it."""
     return HEADER.pack(MAGIC, VERSION, kind, code, sequence, len(body), payload_bytes) + body

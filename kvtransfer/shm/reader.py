@@ -8,6 +8,7 @@ Copy and digest run without the interpreter lock (numpy, xxhash), so that the co
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
+import xxhash
 
 from kvtransfer.hello import Refused, accept, introduce
 from kvtransfer.listener import Signal, Stalled, wait_for
@@ -26,8 +28,10 @@ from kvtransfer.transport import Done, ReaderConfig, ReadRequest, ReadStatus
 from kvtransfer.wire import Kind, PeerClosed, WireError, unpack_whole
 from pdserve.errors import Incompatible
 
+log = logging.getLogger(__name__)
 _ANSWERS = frozenset({Kind.WELCOME, Kind.REFUSED})
 _MAX_ANSWER_BYTES = 4096
+_SLICE_BYTES = 256 * 1024
 
 
 class MappedPool(Protocol):
@@ -93,7 +97,6 @@ class ShmPageReader:
         self._stop.close()
 
     def _serve(self, pending: Pending) -> None:
-        detail = "peer lost"
         try:
             self._move(pending, self._attached(pending))
             return
@@ -106,7 +109,10 @@ class ShmPageReader:
         except (WireError, Incompatible):
             detail = "protocol violation"
         except (PeerClosed, OSError):
-            pass
+            detail = "peer lost"
+        except Exception:
+            log.exception("a page read failed")
+            detail = "internal error"
         self._detach()
         self._counters.add(detail)
         self._reads.end_all("closed" if self._reads.closed else detail)
@@ -118,9 +124,10 @@ class ShmPageReader:
         elif pool.generation(source.page) != source.generation:
             self._reads.end(pending, ReadStatus.STALE)
         elif self._reads.begin(pending):
-            copy(pending.request.target, pool.page_view(source.page))
+            hasher = self._reads.hasher(pending)
+            copy(pending.request.target, pool.page_view(source.page), hasher)
             if pool.generation(source.page) == source.generation:
-                self._reads.verify(pending)
+                self._reads.verify(pending, hasher.digest())
             else:
                 self._reads.end(pending, ReadStatus.STALE)
 
@@ -169,9 +176,15 @@ class ShmPageReader:
             self._sock = None
 
 
-def copy(target: memoryview, source: memoryview) -> None:
-    """Copies equally many bytes without the interpreter lock."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+def copy(target: memoryview, source: memoryview, hasher: xxhash.xxh3_128) -> None:
+    """Copies equally many bytes and digests what arrived, without the interpreter lock.
+
+    By slices, so that a slice is digested while it is still in the cache; a whole large page would not be.
+    """
+    here, there = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
+    for at in range(0, len(here), _SLICE_BYTES):
+        np.copyto(here[at : at + _SLICE_BYTES], there[at : at + _SLICE_BYTES])
+        hasher.update(target[at : at + _SLICE_BYTES])
 
 
 def _left(sock: socket.socket) -> bool:

@@ -10,6 +10,7 @@ waits for the source.
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
 import threading
@@ -22,6 +23,8 @@ from kvtransfer.reads import Counters, Pending, ReadTable
 from kvtransfer.tcp.visit import Visit
 from kvtransfer.transport import Done, ReaderConfig, ReadRequest, ReadStatus
 from kvtransfer.wire import PeerClosed, WireError
+
+log = logging.getLogger(__name__)
 
 
 class TcpPageReader:
@@ -71,7 +74,6 @@ class TcpPageReader:
 
     def _visit(self, first: Pending) -> None:
         """One connection, from the dial for `first` to its end; reads that it leaves pending have failed."""
-        detail = "peer lost"
         try:
             with _dial(self._config.endpoint, self._config.stall_s) as sock:
                 visit = Visit(sock, self._config, self._reads, self._counters, self._wake, self._cancelled)
@@ -86,7 +88,10 @@ class TcpPageReader:
         except WireError:
             detail = "protocol violation"
         except (PeerClosed, OSError):
-            pass
+            detail = "peer lost"
+        except Exception:
+            log.exception("a page read failed")
+            detail = "internal error"
         self._counters.add(detail)
         self._reads.end_all("closed" if self._reads.closed else detail)
 

@@ -101,7 +101,9 @@ class Visit:
         elif frame.kind is Kind.DROPPED:
             self._reads.end(pending, ReadStatus.FAILED, detail="dropped")
         elif pending.state is State.MOVING:
-            self._reads.verify(pending)
+            hasher = self._reads.hasher(pending)
+            hasher.update(pending.request.target)
+            self._reads.verify(pending, hasher.digest())
 
     def _place(self, sequence: int) -> memoryview:
         pending = self._awaited.get(sequence)

@@ -12,10 +12,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.shm.reader import MappedPool, ShmPageReader, map_remote_pool
+from kvtransfer.shm.reader import MappedPool, ShmPageReader, copy, map_remote_pool
 from kvtransfer.transport import PageServer, ReadStatus
 from kvtransfer.wire import HEADER, Hello, Kind, pack
 from pdserve.errors import ConfigError
@@ -277,3 +278,25 @@ def test_a_source_that_closes_its_server_is_left(host: Host, tmp_path: Path) -> 
         closing(ShmPageReader(host.reader_config(server))) as reader,
     ):
         assert destination.one(reader, 9).status is ReadStatus.GOOD
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 2**18 - 1, 2**18, 2**18 + 1, 700_001])
+def test_a_copy_in_slices_is_whole_and_digested_as_one(size: int) -> None:
+    source = os.urandom(size)
+    memory = bytearray(b"\xa5" * (size + 2))
+    hasher = xxhash.xxh3_128(b"header")
+    copy(memoryview(memory)[1 : 1 + size], memoryview(source), hasher)
+    assert bytes(memory) == b"\xa5" + source + b"\xa5"
+    assert hasher.digest() == xxhash.xxh3_128_digest(b"header" + source)
+
+
+def test_a_mapping_that_fails_unexpectedly_ends_the_read(
+    host: Host, server: PageServer, destination: Destination, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(fd: int, layout: str, pool_id: int) -> MappedPool:
+        raise RuntimeError("nobody thought of this")
+
+    with closing(ShmPageReader(host.reader_config(server), broken)) as reader:
+        assert destination.one(reader, 0).detail == "internal error"
+        assert destination.one(reader, 1).detail == "internal error"
+    assert "a page read failed" in caplog.text

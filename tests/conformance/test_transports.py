@@ -13,6 +13,7 @@ import pytest
 
 from kvtransfer.transport import PageReader, PageServer, ReadStatus, names, register, transport
 from pdserve.errors import ConfigError
+from pdserve.types import Key
 from tests.conformance.page_host import (
     NUM_PAGES,
     PAGE_BYTES,
@@ -178,6 +179,28 @@ def test_a_page_outside_the_pool_is_refused(reader: PageReader, destination: Des
 def test_a_page_of_another_pool_is_not_asked_for(reader: PageReader, destination: Destination) -> None:
     done = destination.one(reader, 0, pool_id=1)
     assert (done.status, done.detail) == (ReadStatus.FAILED, "wrong pool")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ticket": bytes(5000)},
+        {"key": Key(request_id="r" * 600)},
+        {"key": Key(request_id="r", term=-1)},
+        {"key": Key(request_id="r", epoch=2**64)},
+        {"generation": -1},
+        {"page": -1, "digest": b""},
+    ],
+)
+def test_what_no_frame_can_carry_fails_alone(
+    reader: PageReader, destination: Destination, change: dict[str, object]
+) -> None:
+    destination.read(reader, 0)
+    destination.read(reader, 1, **change)
+    destination.read(reader, 2)
+    destination.wait(3)
+    assert {done.detail for done in destination.done if done.read_id == 1} == {"unsendable"}
+    destination.check_good([0, 2])
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class Destination:
             "source": PageName(pool_id=pool_id, page=page, generation=generation),
             "index": slot,
             "valid_rows": 16,
-            "digest": digest(content(page), slot),
+            "digest": changes.get("digest") or digest(content(max(page, 0)), slot),
             "target": self.target(slot),
         }
         return ReadRequest(**(values | changes))
