@@ -1,0 +1,1 @@
+"""What a running process tells about itself: log lines (`logging`) and Prometheus metrics (`metrics`)."""

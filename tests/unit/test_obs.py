@@ -1,0 +1,168 @@
+"""Log lines and metrics, read back by the parsers their readers use."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdserve.errors import ConfigError, Overloaded
+from pdserve.obs.logging import MAX_VALUE_CHARS, fields, setup_logging
+from pdserve.obs.metrics import OUTCOMES, PAGE_STATES, STEP_BUCKETS, Metrics, MetricsPort, serve_metrics
+from pdserve.types import WorkerLoad
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    root = logging.getLogger()
+    before = (root.handlers[:], root.level)
+    yield
+    root.handlers[:], root.level = before
+
+
+def lines(form: str, *, log_prompts: bool = False) -> tuple[logging.Logger, io.StringIO]:
+    stream = io.StringIO()
+    setup_logging(form=form, level="info", service="router", stream=stream, log_prompts=log_prompts)
+    return logging.getLogger("pdserve.test"), stream
+
+
+def test_json_lines_are_objects_with_fields() -> None:
+    log, stream = lines("json")
+    log.info("request %s ended", "r1", extra=fields(outcome="stop", tokens=3, rate=float("nan"), peer=None))
+    log.debug("not shown")
+    (line,) = stream.getvalue().splitlines()
+    told = json.loads(line)
+    assert told["message"] == "request r1 ended"
+    assert (told["level"], told["service"], told["logger"]) == ("INFO", "router", "pdserve.test")
+    assert (told["outcome"], told["tokens"], told["rate"], told["peer"]) == ("stop", 3, "nan", None)
+
+
+def test_fields_can_not_pass_for_the_record_itself() -> None:
+    log, stream = lines("json")
+    log.info("real", extra=fields(message="forged", level="DEBUG"))
+    assert json.loads(stream.getvalue())["message"] == "real"
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_prompts_stay_out_unless_asked_for(form: str) -> None:
+    log, stream = lines(form)
+    log.info("x", extra=fields(prompt="secret words", token_ids=[1, 2], messages="secret words"))
+    assert "secret" not in stream.getvalue()
+    assert "token_ids" not in stream.getvalue()
+    log, stream = lines(form, log_prompts=True)
+    log.info("x", extra=fields(prompt="secret words"))
+    assert "secret words" in stream.getvalue()
+
+
+def test_text_lines_can_not_be_forged() -> None:
+    log, stream = lines("text")
+    log.warning("a\nb\x1b[2J", extra=fields(who='x" y=1\n2026 ERROR'))
+    assert len(stream.getvalue().splitlines()) == 1
+    assert "\x1b" not in stream.getvalue()
+    assert " WARNING router a\\nb" in stream.getvalue()
+
+
+def test_errors_are_told_by_label_and_long_values_are_cut() -> None:
+    log, stream = lines("json")
+    try:
+        raise Overloaded("later")
+    except Overloaded:
+        log.exception("refused", extra=fields(big="x" * 10_000))
+    told = json.loads(stream.getvalue())
+    assert told["error"] == "overloaded"
+    assert "trace" not in told
+    assert len(told["big"]) == MAX_VALUE_CHARS
+
+
+def test_failures_of_our_own_keep_their_trace() -> None:
+    log, stream = lines("json")
+    try:
+        raise KeyError("k")
+    except KeyError:
+        log.exception("failed")
+    told = json.loads(stream.getvalue())
+    assert told["error"] == "KeyError"
+    assert "Traceback" in told["trace"]
+
+
+def test_setting_up_again_replaces_the_handler() -> None:
+    _, first = lines("text")
+    log, second = lines("text")
+    log.info("once")
+    assert first.getvalue() == ""
+    assert second.getvalue().count("once") == 1
+
+
+@pytest.mark.parametrize("wrong", [{"form": "xml"}, {"level": "LOUD"}])
+def test_wrong_settings_name_the_field(wrong: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="log_"):
+        setup_logging(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def port() -> Iterator[tuple[Metrics, MetricsPort]]:
+    metrics = Metrics()
+    serving = serve_metrics(0, registry=metrics.registry)
+    yield metrics, serving
+    serving.close()
+
+
+def scrape(serving: MetricsPort) -> dict[str, dict[tuple[str, ...], float]]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{serving.port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+    return found
+
+
+def test_metrics_are_read_back_by_prometheus_parser(port: tuple[Metrics, MetricsPort]) -> None:
+    metrics, serving = port
+    gap = metrics.seconds("itl", "Between tokens.", STEP_BUCKETS)
+    ended = metrics.counter("requests", "By outcome.", outcome=OUTCOMES)
+    load = WorkerLoad(num_pages=8, free_pages=5, sealed_pages=3)
+    metrics.pages(lambda: load)
+    gap.observe(0.004)
+    ended.inc(outcome="stop")
+    ended.inc(2, outcome="overloaded")
+    found = scrape(serving)
+    assert found["pdserve_requests_total"] == {("stop",): 1, ("overloaded",): 2}
+    assert found["pdserve_itl_seconds_bucket"][("0.005",)] == 1
+    assert found["pdserve_itl_seconds_bucket"][("0.0025",)] == 0
+    assert found["pdserve_pages"] == {(s,): {"free": 5, "sealed": 3}.get(s, 0) for s in PAGE_STATES}
+
+
+def test_labels_come_from_closed_sets(port: tuple[Metrics, MetricsPort]) -> None:
+    metrics, serving = port
+    ended = metrics.counter("requests", "By outcome.", outcome=OUTCOMES)
+    for n in range(50):
+        ended.inc(outcome=f"made up {n}")
+    assert scrape(serving)["pdserve_requests_total"] == {("other",): 50}
+    with pytest.raises(ValueError, match="label names"):
+        ended.inc(tenant="x")
+
+
+def test_a_port_in_use_is_a_config_error_and_loopback_is_the_default() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="metrics_port"):
+            serve_metrics(taken.getsockname()[1], registry=Metrics().registry)
+
+
+def test_obs_needs_no_torch_ray_or_grpc() -> None:
+    code = (
+        "import sys, pdserve.obs.logging, pdserve.obs.metrics\n"
+        "print([m for m in ('torch', 'ray', 'grpc', 'numpy', 'google.protobuf') if m in sys.modules])"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "[]"
