@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 
 from kvtransfer.reads import Counters
-from kvtransfer.wire import PeerClosed, WireError
+from kvtransfer.stream import PeerClosed
+from kvtransfer.wire import WireError
 
 log = logging.getLogger(__name__)
 _BACKLOG = 128

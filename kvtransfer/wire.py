@@ -1,7 +1,7 @@
 """The data plane's own frames: a fixed header with magic, version and lengths, a body, and maybe one page.
 
-What lives here: the bytes of every frame, strict limits, and non-blocking receiving and sending that never
-copies a page. What does not: what a frame means to a server or reader, threads, time-outs.
+What lives here: the bytes of every frame and strict limits. What does not: moving them over a socket
+(`kvtransfer.stream`), what a frame means to a server or reader.
 
     reader → source   HELLO(pool, layout, key, ticket) · READ(page, generation, key, ticket) · CANCEL
     source → reader   WELCOME(pool, sizes) or REFUSED; for each READ one of PAGE, STALE, DENIED, DROPPED
@@ -9,10 +9,7 @@ copies a page. What does not: what a frame means to a server or reader, threads,
 
 from __future__ import annotations
 
-import socket
 import struct
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -53,10 +50,6 @@ class Code(IntEnum):
 
 class WireError(Exception):
     """The other end broke the rules of this file. The connection is of no more use."""
-
-
-class PeerClosed(Exception):
-    """The other end closed the connection, in order, between or within frames."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +151,7 @@ def pack(kind: Kind, *, code: int = 0, sequence: int = 0, body: bytes = b"", pay
 def unpack(header: bytes | memoryview, expect: frozenset[Kind], page_bytes: int) -> tuple[Frame, int, int]:
     """A frame as far as its header tells it, and the bytes of body and payload to come.
 
-    expect, page_bytes: see FrameReceiver. Raises WireError.
+    expect, page_bytes: see `kvtransfer.stream.FrameReceiver`. Raises WireError.
     """
     magic, version, kind, code, sequence, body_bytes, payload_bytes = HEADER.unpack(header)
     if magic != MAGIC or version != VERSION or kind not in expect:
@@ -177,121 +170,6 @@ def unpack_whole(data: bytes, expect: frozenset[Kind]) -> Frame:
     if len(data) != HEADER.size + body_bytes:
         raise WireError("a frame of another size than it says")
     return Frame(kind=frame.kind, code=frame.code, sequence=frame.sequence, body=data[HEADER.size :])
-
-
-class FrameReceiver:
-    """Takes frames off a non-blocking stream socket, one at a time.
-
-    expect: kinds that are welcome now; anything else is a violation. page_bytes: the only payload size.
-    place: asked for the memory of a PAGE's payload by sequence; raises WireError for one never asked for.
-    begun_at: monotonic seconds when the frame under way began, or None.
-    """
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        *,
-        expect: frozenset[Kind],
-        page_bytes: int = 0,
-        place: Callable[[int], memoryview] | None = None,
-    ) -> None:
-        self.expect = expect
-        self.begun_at: float | None = None
-        self._sock, self._page_bytes, self._place = sock, page_bytes, place
-        self._header = memoryview(bytearray(HEADER.size))
-        self._restart()
-
-    def _restart(self) -> None:
-        self._frame: Frame | None = None
-        self._body = memoryview(b"")
-        self._payload_bytes = 0
-        self._view, self._at = self._header, 0
-        self.begun_at = None
-
-    def pump(self) -> Frame | None:
-        """The next whole frame, or None if the socket has no more now. Raises WireError, PeerClosed."""
-        while True:
-            while self._at < len(self._view):
-                if not self._receive():
-                    return None
-            if self._frame is None:
-                self._open_frame()
-            elif self._payload_bytes:
-                self._open_payload(self._frame)
-            else:
-                return self._close_frame(self._frame)
-
-    def _receive(self) -> bool:
-        try:
-            count = self._sock.recv_into(self._view[self._at :])
-        except BlockingIOError:
-            return False
-        except ConnectionError as error:
-            raise PeerClosed from error
-        if count == 0:
-            raise PeerClosed
-        if self.begun_at is None:
-            self.begun_at = time.monotonic()
-        self._at += count
-        return True
-
-    def _open_frame(self) -> None:
-        self._frame, body_bytes, self._payload_bytes = unpack(self._header, self.expect, self._page_bytes)
-        self._body = memoryview(bytearray(body_bytes))
-        self._view, self._at = self._body, 0
-
-    def _open_payload(self, frame: Frame) -> None:
-        assert self._place is not None
-        self._view, self._at = self._place(frame.sequence), 0
-        assert len(self._view) == self._payload_bytes
-        self._payload_bytes = 0
-
-    def _close_frame(self, frame: Frame) -> Frame:
-        body = bytes(self._body)
-        self._restart()
-        return Frame(kind=frame.kind, code=frame.code, sequence=frame.sequence, body=body)
-
-
-class FrameSender:
-    """Puts one load of bytes after another on a non-blocking stream socket, without copying them.
-
-    begun_at: monotonic seconds when the load under way began, or None.
-    """
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.begun_at: float | None = None
-        self._sock = sock
-        self._parts: list[memoryview] = []
-
-    @property
-    def busy(self) -> bool:
-        """Whether a load is under way."""
-        return bool(self._parts)
-
-    def load(self, *parts: bytes | memoryview) -> None:
-        """Sets the next load. Only when not busy; the memory must stay as it is until `pump` returns True."""
-        assert not self._parts
-        self._parts = [memoryview(part) for part in parts if len(part)]
-        self.begun_at = time.monotonic()
-
-    def pump(self) -> bool:
-        """Sends what the socket takes now; True when the load is out. Raises PeerClosed."""
-        while self._parts:
-            try:
-                count = self._sock.sendmsg(self._parts)
-            except BlockingIOError:
-                return False
-            except ConnectionError as error:
-                raise PeerClosed from error
-            self._drop(count)
-        self.begun_at = None
-        return True
-
-    def _drop(self, count: int) -> None:
-        while self._parts and count >= len(self._parts[0]):
-            count -= len(self._parts.pop(0))
-        if count:
-            self._parts[0] = self._parts[0][count:]
 
 
 class _Fields:

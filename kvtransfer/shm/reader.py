@@ -24,8 +24,9 @@ from kvtransfer.hello import Refused, accept, introduce
 from kvtransfer.listener import Signal, Stalled, wait_for
 from kvtransfer.reads import Counters, Pending, ReadTable
 from kvtransfer.shm.server import same_user
+from kvtransfer.stream import PeerClosed
 from kvtransfer.transport import Done, ReaderConfig, ReadRequest, ReadStatus
-from kvtransfer.wire import Kind, PeerClosed, WireError, unpack_whole
+from kvtransfer.wire import Kind, WireError, unpack_whole
 from pdserve.errors import Incompatible
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,9 @@ from pathlib import Path
 from kvtransfer.hello import judge
 from kvtransfer.listener import Listener, Signal, wait_for
 from kvtransfer.reads import Counters
+from kvtransfer.stream import FrameReceiver
 from kvtransfer.transport import PageSource, ServerConfig
-from kvtransfer.wire import Code, FrameReceiver, Hello, Kind, WireError
+from kvtransfer.wire import Code, Hello, Kind, WireError
 from pdserve.errors import ConfigError
 
 _MAX_PATH_BYTES = 107  # sun_path

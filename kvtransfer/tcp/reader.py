@@ -20,9 +20,10 @@ from collections.abc import Mapping
 from kvtransfer.hello import Refused
 from kvtransfer.listener import Signal, Stalled, wait_for
 from kvtransfer.reads import Counters, Pending, ReadTable
+from kvtransfer.stream import PeerClosed
 from kvtransfer.tcp.visit import Visit
 from kvtransfer.transport import Done, ReaderConfig, ReadRequest, ReadStatus
-from kvtransfer.wire import PeerClosed, WireError
+from kvtransfer.wire import WireError
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from kvtransfer.hello import judge
 from kvtransfer.listener import Listener, Signal, Stalled, wait_for
 from kvtransfer.reads import Counters
+from kvtransfer.stream import FrameReceiver, FrameSender
 from kvtransfer.transport import PageSource, ServerConfig
-from kvtransfer.wire import Code, Frame, FrameReceiver, FrameSender, Hello, Kind, Read, WireError, pack
+from kvtransfer.wire import Code, Frame, Hello, Kind, Read, WireError, pack
 
 _serial = itertools.count()
 

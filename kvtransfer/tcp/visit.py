@@ -15,8 +15,9 @@ from collections import deque
 from kvtransfer.hello import accept, introduce, refusal
 from kvtransfer.listener import Signal, Stalled, wait_for
 from kvtransfer.reads import Counters, Pending, ReadTable, State
+from kvtransfer.stream import FrameReceiver, FrameSender, PeerClosed
 from kvtransfer.transport import ReaderConfig, ReadStatus
-from kvtransfer.wire import Frame, FrameReceiver, FrameSender, Kind, PeerClosed, Read, WireError, pack
+from kvtransfer.wire import Frame, Kind, Read, WireError, pack
 
 _GREETINGS = frozenset({Kind.WELCOME, Kind.REFUSED})
 _ANSWERS = frozenset({Kind.PAGE, Kind.STALE, Kind.DENIED, Kind.DROPPED})

@@ -9,16 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtransfer.stream import FrameReceiver, FrameSender, PeerClosed
 from kvtransfer.wire import (
     HEADER,
     MAGIC,
     MAX_BODY_BYTES,
     Frame,
-    FrameReceiver,
-    FrameSender,
     Hello,
     Kind,
-    PeerClosed,
     Read,
     Welcome,
     WireError,
