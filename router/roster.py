@@ -42,10 +42,12 @@ class Roster:
         self.model: ServedModel | None = None
         self.on_lost: Callable[[int], None] = lambda incarnation: None
         self.on_change: Callable[[], None] = lambda: None
+        self.open_streams: set[asyncio.Task[Any]] = set()
         self._streams: dict[int, object] = {}
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
         self._tasks: set[asyncio.Task[None]] = set()
         self._fetching = False
+        self.closing = False
 
     # -- Join streams ----------------------------------------------------------------------------------
 
@@ -192,9 +194,11 @@ class Roster:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Closes all links; no call runs on afterwards."""
-        for task in self._tasks:
+        """Ends all Join streams and closes all links; no call runs on afterwards."""
+        self.closing = True
+        tasks = {*self._tasks, *self.open_streams}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.links.close_all()
         self._pool.shutdown(wait=False, cancel_futures=True)

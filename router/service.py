@@ -3,13 +3,14 @@
 # ruff: noqa: N802 - the methods are named by the protocol
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
 
-from pdserve.errors import InvalidRequest
+from pdserve.errors import Draining, InvalidRequest
 from pdserve.rpc.convert import (
     Heartbeat,
     Leave,
@@ -75,8 +76,10 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         self, request_iterator: AsyncIterator[cluster_pb2.JoinRequest], context: Context
     ) -> None:
         """Register first, then heartbeats, each answered; an answer that is not accepted ends the stream."""
-        stream = object()
+        stream = asyncio.current_task()
+        assert stream is not None
         record = None
+        self._roster.open_streams.add(stream)
         try:
             async for message in request_iterator:
                 event = join_event_from_pb(message)
@@ -94,6 +97,12 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
                 await context.write(join_answer_to_pb(answer))
                 if not answer.accepted:
                     return
+        except asyncio.CancelledError:
+            if not self._roster.closing:
+                raise
+            # A cancelled handler would leave the call open until the server's grace is over.
+            raise Draining("This router shuts down.") from None
         finally:
+            self._roster.open_streams.discard(stream)
             if record is not None:
                 self._roster.stream_ended(record, stream)
