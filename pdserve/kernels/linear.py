@@ -17,8 +17,8 @@ from pdserve.kernels.native import DTYPE_CODE, library
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLinear:
-    """A linear layer's weight in panels: [N / panel, K steps, panel] of 4-byte steps (one float32, or a pair of
-    bfloat16), zero-padded. num_out, num_in: N, K of the plain weight. bias: float32, or None.
+    """A linear layer's weight in panels: [N / panel, K steps, panel] of 4-byte steps (one float32, or a pair
+    of bfloat16), zero-padded. num_out, num_in: N, K of the plain weight. bias: float32, or None.
     """
 
     weight: torch.Tensor

@@ -57,7 +57,7 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def isa() -> str:
-    """Instruction set the kernels were built for: "avx512-bf16", "avx512" or "avx2"."""
+    """Instruction set the kernels were built for: "avx512-dot", "avx512" or "avx2"."""
     name: bytes = library().pds_isa()
     return name.decode()
 

@@ -2,7 +2,6 @@
 // times the query heads of the KV head. Keys come in spans of kSpan positions at absolute multiples of kSpan:
 // scores of a span, softmax against the running maximum, then p v. Every reduction follows positions alone, so a
 // row's result does not depend on its tile, batch, chunk, page size or thread.
-#include <algorithm>
 #include <atomic>
 #include <utility>
 #include <vector>
@@ -18,16 +17,20 @@ constexpr int kTileRows = 64;             // rows of an item, unless the group a
 constexpr int64_t kWorth = 1 << 18;
 constexpr float kLowest = -1e30f;         // "no maximum yet": finite, so that differences stay numbers
 
+constexpr int kFewRows = 5;               // up to so many rows, tiles are wider to have enough chains
+constexpr long kQRow = 256 + 16;          // words from a q row to the next, for the largest head dim
+
 #ifdef PDS_AVX512
-template <class T> constexpr int kMaxRows = 6;
-constexpr int kVectors = 4;               // vectors side by side in a tile
+template <class T> constexpr int kMaxRows = 12;
+constexpr int vectors_for(int rows) { return rows <= kFewRows ? 4 : 2; }  // vectors side by side in a tile
 #else
-template <class T> constexpr int kMaxRows = sizeof(T) == 4 ? 6 : 4;
-constexpr int kVectors = 2;
+template <class T> constexpr int kMaxRows = kWidens<T> ? 4 : 6;
+constexpr int vectors_for(int) { return 2; }
 #endif
-constexpr int kBlockVectors = kBlock / VW;              // vectors of scores in a block
-constexpr int kGroup = kVectors / kBlockVectors;        // blocks side by side in a tile
-template <class T> constexpr long kWeightRow = kSpan / kElemsPerStep<T>;  // steps of a row of softmax weights
+constexpr int kBlockVectors = kBlock / VW;  // vectors of scores in a block
+constexpr int kMaxGroup = 4;                // blocks side by side in a tile, at most
+// Words of a row of softmax weights from one row to the next.
+template <class T> constexpr long kWeightRow = kSpan / kElemsPerWord<T>;
 
 struct Call {
     const void* q;
@@ -43,12 +46,12 @@ struct Item {
     int32_t seq, first_token, num_tokens;
 };
 
-// What an item works on: q rows packed per row block, one row block's scores and weights, the softmax's state.
+// What an item works on: its q rows, one row block's scores and weights, the softmax's state.
 template <class T> struct Work {
     int rows, dim, padded_dim, num_blocks, base, extra;
-    u32* q;          // row blocks of [dim steps][rows of the block]
+    u32* q;          // [rows][kQRow]
     float* scores;   // [kMaxRows][kSpan]
-    T* weights;      // [kMaxRows][kSpan]; float32: the scores themselves
+    Left<T>* weights;  // [kMaxRows][kSpan]; the scores themselves where they are floats too
     float* sums;     // [rows][padded_dim]
     float* totals;   // [rows][VW]
     float* top;      // [rows]
@@ -61,12 +64,12 @@ template <class T> struct Work {
         num_blocks = (rows + kMaxRows<T> - 1) / kMaxRows<T>;
         base = rows / num_blocks, extra = rows % num_blocks;
         const size_t score_words = kMaxRows<T> * kSpan;
-        float* at = scratch.get<float>(2 * score_words + (2 * padded_dim + VW + 3) * rows + padded_dim);
+        float* at = scratch.get<float>(2 * score_words + (kQRow + padded_dim + VW + 3) * rows + padded_dim);
         const auto take = [&at](size_t count) { return std::exchange(at, at + count); };
         scores = take(score_words);
-        weights = reinterpret_cast<T*>(sizeof(T) == 4 ? scores : take(score_words / 2));
+        weights = reinterpret_cast<Left<T>*>(sizeof(Left<T>) == 4 ? scores : take(score_words / 2));
         sums = take(static_cast<size_t>(rows) * padded_dim);
-        q = reinterpret_cast<u32*>(take(static_cast<size_t>(rows) * padded_dim));
+        q = reinterpret_cast<u32*>(take(static_cast<size_t>(rows) * kQRow));
         totals = take(static_cast<size_t>(rows) * VW);
         last_pair = reinterpret_cast<u32*>(take(padded_dim));
         top = take(rows), rescale = take(rows);
@@ -82,19 +85,19 @@ struct Span {
     int64_t origin;            // absolute position of block 0
     int from, to;              // blocks [from, to) hold visible positions
     int end;                   // positions at or beyond are outside the item's context
-    const u32* k[kBlocks + kGroup];
+    const u32* k[kBlocks + kMaxGroup];  // the last block's base repeats
     const u32* v[kBlocks];
 };
 
-template <class T, int MR>
-void score_rows(const u32* q, long steps, const Span& span, long k_step, float* scores) {
-    for (int block = span.from; block < span.to; block += kGroup) {
-        vf acc[MR][kVectors];
+template <class T, int MR> void score_rows(const u32* q, long steps, const Span& span, long k_step, float* scores) {
+    constexpr int COLS = vectors_for(MR), GROUP = COLS / kBlockVectors;
+    for (int block = span.from; block < span.to; block += GROUP) {
+        vf acc[MR][COLS];
         for (int r = 0; r < MR; r++)
-            for (int v = 0; v < kVectors; v++) acc[r][v] = vzero();
-        tile<T, MR, kGroup, kBlockVectors, 1, MR>(acc, q, span.k + block, k_step, steps);
+            for (int v = 0; v < COLS; v++) acc[r][v] = vzero();
+        tile<T, MR, GROUP, kBlockVectors, kQRow, 1>(acc, q, span.k + block, k_step, steps);
         for (int r = 0; r < MR; r++)
-            for (int v = 0; v < kVectors && block * kBlock + v * VW < kSpan; v++)
+            for (int v = 0; v < COLS && block * kBlock + v * VW < kSpan; v++)
                 vstore(scores + r * kSpan + block * kBlock + v * VW, acc[r][v]);
     }
 }
@@ -111,21 +114,22 @@ PDS_INLINE void weigh_columns(const Work<T>& w, int row, int col, const Span& sp
     for (int block = span.from; block < span.to; block++) {
         const int count = std::min(kBlock, span.end - block * kBlock);
         const u32* base = span.v[block] + col;
-        const u32* first_weight = weights + block * (kBlock / kElemsPerStep<T>);
+        const u32* first_weight = weights + block * (kBlock / kElemsPerWord<T>);
         const int steps = count / kElemsPerStep<T>;
         tile<T, MR, 1, COLS, kWeightRow<T>, 1, TAIL>(acc, first_weight, &base, w.dim, steps, mask);
         if (count % kElemsPerStep<T> == 0) continue;
         base = last_pair + col;
-        tile<T, MR, 1, COLS, kWeightRow<T>, 1, TAIL>(acc, first_weight + steps, &base, w.dim, 1, mask);
+        tile<T, MR, 1, COLS, kWeightRow<T>, 1, TAIL>(acc, first_weight + steps * kWordsPerStep<T>, &base, w.dim, 1, mask);
     }
     for (int r = 0; r < MR; r++)
         for (int v = 0; v < COLS; v++) vstore(sums + r * w.padded_dim + v * VW, acc[r][v]);
 }
 
 template <class T, int MR> void weigh_rows(const Work<T>& w, int row, const Span& span) {
+    constexpr int COLS = vectors_for(MR);
     int col = 0;
-    for (; col + kVectors * VW <= w.dim; col += kVectors * VW)
-        weigh_columns<T, MR, kVectors, false>(w, row, col, span, w.last_pair, first(VW));
+    for (; col + COLS * VW <= w.dim; col += COLS * VW)
+        weigh_columns<T, MR, COLS, false>(w, row, col, span, w.last_pair, first(VW));
     for (; col + VW <= w.dim; col += VW) weigh_columns<T, MR, 1, false>(w, row, col, span, w.last_pair, first(VW));
     if (col < w.dim) weigh_columns<T, MR, 1, true>(w, row, col, span, w.last_pair, first(w.dim - col));
 }
@@ -146,15 +150,12 @@ template <class T> struct Kernels {
 
 template <class T> const Kernels<T> kernels;
 
-PDS_INLINE void store_weights(float* to, vf x) { vstore(to, x); }
-PDS_INLINE void store_weights(bf16* to, vf x) { store_bf16(to, x); }
-
 // Scores of a row to softmax weights against the running maximum; positions outside [low, high) of the span weigh
 // 0. place: the row's within its row block.
 template <class T>
 void soften(const Work<T>& w, int row, int place, const Span& span, int low, int high, float scale) {
     const float* scores = w.scores + place * kSpan;
-    T* weights = w.weights + place * kSpan;
+    Left<T>* weights = w.weights + place * kSpan;
     const int from = span.from * kBlock, to = span.to * kBlock;
     const vf hidden = vset(-INFINITY), factor = vset(scale);
     const auto visible = [&](int i) {
@@ -176,12 +177,12 @@ void soften(const Work<T>& w, int row, int place, const Span& span, int low, int
     vf total = vmul(vload(totals), vset(rescale));
     for (int i = from; i < to; i += VW) {
         if (i + VW <= low || i >= high) {
-            store_weights(weights + i, vzero());
+            store_rounded(weights + i, vzero());
             continue;
         }
         const vf weight = vexp(vsub(visible(i), top));
         total = vadd(total, weight);
-        store_weights(weights + i, weight);
+        store_rounded(weights + i, weight);
     }
     vstore(totals, total);
     w.top[row] = now;
@@ -190,20 +191,13 @@ void soften(const Work<T>& w, int row, int place, const Span& span, int low, int
 
 template <class T> void gather_q(const Work<T>& w, const Call& call, const Item& item, int64_t kv_head) {
     const int64_t group = call.num_heads / call.kv.num_kv_heads;
-    const int steps = w.dim / kElemsPerStep<T>;
     const int64_t row0 = call.meta.query_starts[item.seq] + item.first_token;
     const int64_t query_len = call.meta.query_starts[item.seq + 1] - call.meta.query_starts[item.seq];
     const int64_t position0 = call.meta.context_lens[item.seq] - query_len + item.first_token;
-    for (int block = 0; block < w.num_blocks; block++) {
-        const int count = w.size(block);
-        u32* to = w.q + w.start(block) * steps;
-        for (int r = 0; r < count; r++) {
-            const int row = w.start(block) + r;
-            const T* from = static_cast<const T*>(call.q) +
-                            ((row0 + row / group) * call.num_heads + kv_head * group + row % group) * w.dim;
-            for (int s = 0; s < steps; s++) std::memcpy(to + s * count + r, from + s * kElemsPerStep<T>, sizeof(u32));
-            w.position[row] = static_cast<int32_t>(position0 + row / group);
-        }
+    for (int row = 0; row < w.rows; row++) {
+        const int64_t head = (row0 + row / group) * call.num_heads + kv_head * group + row % group;
+        load_words(w.q + row * kQRow, static_cast<const T*>(call.q) + head * w.dim, w.dim);
+        w.position[row] = static_cast<int32_t>(position0 + row / group);
     }
     std::fill_n(w.sums, static_cast<size_t>(w.rows) * w.padded_dim, 0.0f);
     std::fill_n(w.totals, static_cast<size_t>(w.rows) * VW, 0.0f);
@@ -242,7 +236,7 @@ bool find_span(Span& span, const Work<T>& w, const Call& call, int32_t seq, int6
         span.k[block] = reinterpret_cast<const u32*>(part) + row;
         span.v[block] = reinterpret_cast<const u32*>(part + kv.part() + row * kv.head_dim);
     }
-    for (int i = 0; i < kGroup; i++) span.k[span.to + i] = span.k[span.to - 1];
+    for (int i = 0; i < kMaxGroup; i++) span.k[span.to + i] = span.k[span.to - 1];
     if (sizeof(T) == 2 && span.end % 2 == 1) {
         const u32* pair = span.v[span.to - 1] + (span.end % kBlock) / 2 * w.dim;
         for (int d = 0; d < w.dim; d++) w.last_pair[d] = pair[d] & 0xffffu;
@@ -263,7 +257,7 @@ template <class T> bool attend(const Call& call, const Item& item, int64_t kv_he
         if (!find_span(span, w, call, item.seq, kv_head, low, high)) return false;
         for (int block = 0; block < w.num_blocks; block++) {
             const int row = w.start(block), end = row + w.size(block);
-            kernels<T>.score[end - row](w.q + row * steps, steps, span, call.kv.page_size, w.scores);
+            kernels<T>.score[end - row](w.q + row * kQRow, steps, span, call.kv.page_size, w.scores);
             for (int r = row; r < end; r++) {
                 const int64_t seen = w.position[r] + 1 - span.origin;
                 const int64_t start = call.window > 0 ? seen - call.window : 0;

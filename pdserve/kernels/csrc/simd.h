@@ -11,9 +11,6 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define PDS_AVX512 1
-#if defined(__AVX512BF16__)
-#define PDS_BF16 1
-#endif
 #elif !defined(__AVX2__) || !defined(__FMA__)
 #error "the kernels need AVX2 and FMA"
 #endif
@@ -47,7 +44,7 @@ PDS_INLINE vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 PDS_INLINE vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 PDS_INLINE vf nearest(vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 PDS_INLINE vi shift_up(vi x) { return _mm512_slli_epi32(x, 16); }
-PDS_INLINE vi high_half(vi x) { return _mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000u))); }
+PDS_INLINE vi high_half(vi x) { return _mm512_maskz_mov_epi16(0xaaaaaaaau, x); }
 // 2^n for integral n in [-126, 127].
 PDS_INLINE vf power_of_two(vf n) {
     return as_float(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
@@ -68,9 +65,6 @@ PDS_INLINE vf load_bf16(const bf16* p) {
 PDS_INLINE vf load_bf16(const bf16* p, Mask m) {
     return as_float(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16));
 }
-#ifdef PDS_BF16
-PDS_INLINE __m256i round_bf16(vf x) { return (__m256i)_mm512_cvtneps_pbh(x); }
-#else
 // Round to nearest even; a NaN stays one.
 PDS_INLINE __m256i round_bf16(vf x) {
     const vi bits = as_int(x);
@@ -79,7 +73,6 @@ PDS_INLINE __m256i round_bf16(vf x) {
     const Mask nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(sum, nan, _mm512_set1_epi32(0x7fc00000)), 16));
 }
-#endif
 PDS_INLINE void store_bf16(bf16* p, vf x) { _mm256_storeu_si256((__m256i*)p, round_bf16(x)); }
 PDS_INLINE void store_bf16(bf16* p, vf x, Mask m) { _mm256_mask_storeu_epi16(p, m, round_bf16(x)); }
 
