@@ -27,7 +27,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pds_rms_norm": (None, (_P, _P, _P, _I, _I, _F, _N)),
     "pds_add_rms_norm": (None, (_P, _P, _P, _P, _P, _I, _I, _F, _N)),
     "pds_silu_mul": (None, (_P, _P, _I, _I, _N)),
-    "pds_apply_rope": (None, (_P, _P, _P, _P, _I, _I, _I, _N)),
+    "pds_apply_rope": (None, (_P, _P, _P, _I, _I, _I, _N)),
     "pds_write_kv": (_N, (_P, _P, _P, _I, _P, _I, _N)),
     "pds_rope_and_write_kv": (_N, (_P, _P, _P, _P, _P, _I, _P, _I, _I, _P, _P, _F, _N)),
     "pds_paged_attention": (_N, (_P, _P, _P, _I, _P, _I, _F, _I, _N)),
