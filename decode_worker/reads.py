@@ -84,7 +84,10 @@ class Reads:
         return self._readers[name]
 
     def _forget_old(self, worker_id: str) -> None:
-        """A worker's earlier incarnations are gone, and with them their pools."""
-        for name in [n for n in self._readers if n[0] == worker_id or len(self._readers) > MAX_READERS]:
-            _, reader = self._readers.pop(name)
-            self._port.loop.run_in_executor(None, reader.close)
+        """A worker's earlier incarnations are gone, and their pools with them; idle readers make room."""
+        busy = {id(reader) for reader in self._pending.values()}
+        for name, (_, reader) in list(self._readers.items()):
+            spare = len(self._readers) >= MAX_READERS and id(reader) not in busy
+            if name[0] == worker_id or spare:
+                del self._readers[name]
+                self._port.loop.run_in_executor(None, reader.close)
