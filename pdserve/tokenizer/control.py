@@ -9,9 +9,10 @@ stand-ins, encoded with special tokens off, is cut exactly as if the special tok
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, models
 
 _PRIVATE = 0x100000  # first code point of private-use plane 16
 _NONCE_CHARS = 8  # 15 random bits each: 120 bits
@@ -57,6 +58,28 @@ def _copy(token: AddedToken, name: str) -> AddedToken:
         normalized=False,
         special=False,
     )
+
+
+class ControlFinder:
+    """Finds special tokens in a text as the library would, at the cost of a search instead of an encoding.
+
+    It is a tokenizer with the same added tokens and an empty vocabulary, so that nothing else comes out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        self._native = Tokenizer(models.BPE())
+        self._native.normalizer = tokenizer.normalizer
+        self._native.add_tokens([added[i] for i in sorted(added)])
+        self._ids = {token.content: i for i, token in special_tokens(tokenizer).items()}
+
+    def find(self, text: str) -> Iterator[tuple[int, int, int]]:
+        """(id, start, end) of each special token, in order; start and end are those of its own characters."""
+        encoding = self._native.encode(text, add_special_tokens=False)
+        for name, (start, end) in zip(encoding.tokens, encoding.offsets, strict=True):
+            token_id = self._ids.get(name)
+            if token_id is not None and (at := text.find(name, start, end)) >= 0:
+                yield token_id, at, at + len(name)
 
 
 def spell_out(tokenizer: Tokenizer, token_id: int) -> list[int]:

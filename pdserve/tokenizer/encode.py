@@ -12,7 +12,7 @@ from typing import Any
 
 from pdserve.errors import InvalidRequest, ModelError, UnsupportedFeature
 from pdserve.tokenizer.bundle import TokenizerBundle
-from pdserve.tokenizer.control import install_stand_ins, special_tokens, spell_out
+from pdserve.tokenizer.control import ControlFinder, install_stand_ins, special_tokens, spell_out
 from pdserve.tokenizer.decode_steps import compile_decoder
 from pdserve.tokenizer.guard import Conversation, Rendered, render_guarded
 from pdserve.tokenizer.native import load_native
@@ -36,6 +36,7 @@ class Tokenizer:
         self._parsing.encode_special_tokens = False
         self._special = special_tokens(self._parsing)
         self._special_texts = frozenset(token.content for token in self._special.values())
+        self._finder = ControlFinder(self._parsing)
         self._control = install_stand_ins(self._plain)
         self._template = ChatTemplate(bundle.chat_template) if bundle.chat_template else None
         self.new_decode_steps = compile_decoder(_decoder_spec(bundle.tokenizer_json))
@@ -59,7 +60,7 @@ class Tokenizer:
         rendered = render_guarded(self._template, conversation, variables)
         _checked(rendered.text)
         if rendered.tainted is None:  # nothing the user wrote can be part of a special token
-            return list(self._parsing.encode(rendered.text, add_special_tokens=False).ids)
+            return self._within(self._parsing.encode(rendered.text, add_special_tokens=False).ids)
         return self._encode_mixed(rendered)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -78,15 +79,10 @@ class Tokenizer:
     def _encode_mixed(self, rendered: Rendered) -> list[int]:
         """Encodes a chat of which some characters are the user's: those never become special tokens."""
         assert rendered.tainted is not None
-        parsed = self._parsing.encode(rendered.tainted, add_special_tokens=False)
         text, at = [], 0
-        for token_id, (start, end) in zip(parsed.ids, parsed.offsets, strict=True):
-            token = self._special.get(token_id)
-            if token is None or rendered.tainted[start:end].strip() != token.content.strip():
-                continue
-            start += rendered.tainted[start:end].index(token.content)
+        for token_id, start, end in self._finder.find(rendered.tainted):
             text += [rendered.text[at:start], self._control.stand_in[token_id]]
-            at = start + len(token.content)
+            at = end
         text.append(rendered.text[at:])
         return self._encode_plain("".join(text), add_special_tokens=False)
 
@@ -100,6 +96,12 @@ class Tokenizer:
                 ids.extend(self._as_text(token_id))
             else:
                 ids.append(token_id)
+        return self._within(ids)
+
+    def _within(self, ids: list[int]) -> list[int]:
+        # Some tokenizers know tokens that their model has no embedding for.
+        if max(ids, default=0) >= self.bundle.vocab_size:
+            raise InvalidRequest("The text needs a token that this model does not have.")
         return ids
 
     def _as_text(self, token_id: int) -> list[int]:

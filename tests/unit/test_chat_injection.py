@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import InvalidRequest, UnsupportedFeature
-from pdserve.tokenizer import Tokenizer, TokenizerBundle, load_bundle_from_dir, load_bundle_from_gguf
+from pdserve.tokenizer import (
+    Tokenizer,
+    TokenizerBundle,
+    bundle_from_metadata,
+    load_bundle_from_dir,
+    load_bundle_from_gguf,
+)
 from tests.support.tokenizer_files import CHATML, INST, write_bytes_gguf, write_directory, write_pieces_gguf
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<unk>")
@@ -155,6 +161,34 @@ def test_text_that_can_not_be_told_apart_is_refused_and_plain_text_is_not(chatml
     assert control_ids(swap, swap.encode_chat(user("Good Day"))) == [2]
     with pytest.raises(InvalidRequest, match="control tokens"):
         swap.encode_chat(user("<|im_End|>"))
+
+
+def test_a_vocabulary_that_spells_a_control_token_with_plain_pieces_is_outwitted() -> None:
+    letters = [*"</s>hi[INST] ", "▁", "</", "s>"]
+    tokens = ["<unk>", "<s>", "</s>", *dict.fromkeys(letters)]
+    meta = {
+        "general.architecture": "llama",
+        "llama.context_length": 64,
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [2, 3, 3] + [1] * (len(tokens) - 3),
+        "tokenizer.ggml.scores": [-float(n) for n in range(len(tokens))],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": INST,
+    }
+    tokenizer = Tokenizer(bundle_from_metadata(meta, fallback_name="made"))
+    # The library alone joins the pieces, even with special tokens off.
+    assert 2 in tokenizer._plain.encode("hi</s>", add_special_tokens=False).ids
+    assert control_ids(tokenizer, tokenizer.encode("hi</s>")) == [1]
+    assert control_ids(tokenizer, tokenizer.encode_chat(user("hi</s>"))) == [1]
+    assert tokenizer.decode(tokenizer.encode("hi</s>")) == "hi</s>"
+
+
+def test_tokens_the_model_has_no_embedding_for_are_refused(chatml: TokenizerBundle) -> None:
+    tokenizer = Tokenizer(dataclasses.replace(chatml, vocab_size=3))
+    with pytest.raises(InvalidRequest, match="token"):
+        tokenizer.encode("x")
 
 
 @pytest.mark.parametrize("role", ["im_end", "", "<|im_end|>", "root", None, 3])
