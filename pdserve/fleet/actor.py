@@ -12,18 +12,21 @@ import importlib
 import json
 import logging
 import os
-from typing import Any, Protocol
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
 
 from pdserve.config import WorkerConfig
 from pdserve.config.serve import NODE_HOST
 from pdserve.errors import InternalError, PdserveError
 from pdserve.types import WorkerRecord
 
+T = TypeVar("T")
 log = logging.getLogger("pdserve.fleet")
 
 
 class Host(Protocol):
-    """What runs inside a worker's process (`pdserve.worker.host.WorkerHost`). Called off the event loop."""
+    """What runs inside a worker's process (`pdserve.worker.host.WorkerHost`). One thread calls it."""
 
     def start(self) -> WorkerRecord:
         """Blocks until the worker serves. Raises PdserveError."""
@@ -48,11 +51,12 @@ class WorkerActor:
     def __init__(self, config_json: str, worker_host: str) -> None:
         config = WorkerConfig.from_json(config_json)
         raise_nice(config.nice)
-        if config.host == NODE_HOST:
-            config = dataclasses.replace(config, host=_node_address())
+        host = _node_address() if config.host == NODE_HOST else config.host
+        # The nice value is in force for every thread now; the host must not add it again.
+        self._config = dataclasses.replace(config, nice=0, host=host)
         self._worker_host = worker_host
-        self._config = config
         self._host: Host | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="host")
         self._answer: asyncio.Task[str] | None = None
 
     async def start(self) -> str:
@@ -61,7 +65,7 @@ class WorkerActor:
         Asked again (by a restarted controller) it gives the same answer.
         """
         if self._answer is None:
-            self._answer = asyncio.create_task(asyncio.to_thread(self._start))
+            self._answer = asyncio.create_task(self._in_thread(self._start))
         return await asyncio.shield(self._answer)
 
     async def lifetime(self) -> None:
@@ -72,16 +76,21 @@ class WorkerActor:
         """See Host.drain. True when there is no host to drain."""
         if self._host is None:
             return True
-        return await asyncio.to_thread(self._host.drain, timeout_s)
+        return await self._in_thread(self._host.drain, timeout_s)
 
     async def stop(self) -> None:
         """See Host.stop."""
         if self._host is not None:
-            await asyncio.to_thread(self._host.stop)
+            await self._in_thread(self._host.stop)
 
     async def settings(self) -> str:
         """See Host.settings, as JSON."""
-        return json.dumps(self._host.settings() if self._host else {"pid": os.getpid()})
+        if self._host is None:
+            return json.dumps({"pid": os.getpid()})
+        return json.dumps(await self._in_thread(self._host.settings))
+
+    async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
 
     def _start(self) -> str:
         try:

@@ -8,6 +8,7 @@ its workers by name.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
@@ -16,9 +17,9 @@ from typing import Any
 
 from pdserve.fleet.actor import WorkerActor
 from pdserve.fleet.placement import actor_options, ensure_group, remove_group
-from pdserve.fleet.spec import FleetSpec, actor_name
+from pdserve.fleet.spec import FleetSpec
 from pdserve.fleet.store import load_wanted, running_workers, save_wanted
-from pdserve.fleet.supervise import Command, Start, Supervisor
+from pdserve.fleet.supervise import Command, SlotState, Start, Supervisor
 from pdserve.types import Role
 
 log = logging.getLogger("pdserve.fleet")
@@ -39,6 +40,7 @@ class FleetController:
         self._actors: dict[str, Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
+        self._version = 0
         self._closing = False
         for worker_id, role, actor in await asyncio.to_thread(running_workers):
             self._supervisor.adopt(worker_id, role, time.monotonic())
@@ -63,11 +65,7 @@ class FleetController:
 
     async def wait_changed(self, timeout_s: float) -> str:
         """The status after the next change, or after the time given."""
-        async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait(), timeout_s)
-            except TimeoutError:
-                log.debug("no change in %s s", timeout_s)
+        await self._change_after(self._version, timeout_s)
         return await self.status()
 
     async def scale(self, role: str, count: int) -> str:
@@ -96,24 +94,27 @@ class FleetController:
         self._spec = dataclasses.replace(self._spec, drain_timeout_s=timeout_s)
         for role in Role:
             self._supervisor.scale(role, 0)
-        drained = await asyncio.gather(*(self._end(worker_id) for worker_id in list(self._actors)))
-        for worker_id in list(self._supervisor.slots):
-            await asyncio.to_thread(remove_group, worker_id)
+        slots = list(self._supervisor.slots)
+        drained = await asyncio.gather(*(self._end(worker_id) for worker_id in slots))
+        await asyncio.gather(*(asyncio.to_thread(remove_group, worker_id) for worker_id in slots))
         return all(drained)
 
     # ---- the loop ---------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         while not self._closing:
-            now = time.monotonic()
+            seen, now = self._version, time.monotonic()
             for command in self._supervisor.due(now):
                 self._carry_out(command)
             due = self._supervisor.next_due()
-            async with self._changed:
-                try:
-                    await asyncio.wait_for(self._changed.wait(), None if due is None else max(0.0, due - now))
-                except TimeoutError:
-                    continue
+            await self._change_after(seen, None if due is None else max(0.0, due - now))
+
+    async def _change_after(self, seen: int, timeout_s: float | None) -> None:
+        """Returns once something changed that `seen` does not know of, or when time is up."""
+        async with self._changed:
+            waiting = self._changed.wait_for(lambda: self._version != seen)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(waiting, timeout_s)
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Start):
@@ -129,6 +130,11 @@ class FleetController:
         except Exception as err:  # Ray raises many kinds; each means "not now"
             log.warning("worker %s can not be placed: %s", command.worker_id, type(err).__name__)
             await self._ended(command.worker_id, {"label": "unavailable", "message": "Ray can not place it"})
+            return
+        slot = self._supervisor.slots.get(command.worker_id)
+        if self._closing or slot is None or slot.state is SlotState.RETIRING:
+            await asyncio.to_thread(_kill, actor)  # no longer wanted when it was there
+            await self._ended(command.worker_id, _LOST)
             return
         await self._watch(command.worker_id, actor)
 
@@ -181,6 +187,7 @@ class FleetController:
         await self._notify()
 
     async def _notify(self) -> None:
+        self._version += 1
         async with self._changed:
             self._changed.notify_all()
 
@@ -205,6 +212,3 @@ def _kill(actor: Any) -> None:
     import ray
 
     ray.kill(actor, no_restart=True)
-
-
-__all__ = ["FleetController", "actor_name"]

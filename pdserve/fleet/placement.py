@@ -62,8 +62,10 @@ def actor_options(config: WorkerConfig, group: Any) -> dict[str, Any]:
 
 
 def thread_variables(threads: int) -> dict[str, str]:
-    """Environment of a worker that shares its cores: OpenMP threads sleep while they wait (decision 0003)."""
+    """Environment of a worker that shares its cores: OpenMP threads sleep while they wait."""
     return {
+        # Ray runs its workers at nice 15 unless told otherwise; ours set their own.
+        "RAY_worker_niceness": "0",
         "OMP_WAIT_POLICY": "passive",
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),

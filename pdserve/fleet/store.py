@@ -1,4 +1,4 @@
-"""What outlives the controller: the wanted counts, in the cluster's key-value store, and the named workers."""
+"""What outlives the controller: the wanted counts in the cluster's key-value store, and the named workers."""
 
 from __future__ import annotations
 

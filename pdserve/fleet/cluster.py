@@ -1,0 +1,177 @@
+"""Joining Ray: a local head that is ours, or somebody's cluster. Token authentication in both cases.
+
+The local head binds loopback only and its processes are children of ours with the kernel's parent-death
+signal, so that they end with us however we end. Ray is imported here for the first time, after its
+environment is set: several of its switches are read at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import secrets
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+
+from pdserve.errors import ConfigError, Unavailable
+from pdserve.fleet.processes import adopt_orphans, descendants, end
+from pdserve.fleet.spec import NAMESPACE, WORKER_RESOURCE
+
+log = logging.getLogger("pdserve.fleet")
+
+OBJECT_STORE_BYTES = 100 * 2**20
+"""Ray objects carry our JSON only; the default would take a third of the machine's memory."""
+SHUTDOWN_PATIENCE_S = 15.0
+END_PATIENCE_S = 3.0
+PROBE_TIMEOUT_S = 5.0
+_SETTINGS = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Actors outlive a controller store that is away for this long; the default is a minute.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+}
+# The name tells of other systems; what it does is to keep every Ray listener on the loopback address.
+_LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+_TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_NOT_FOR_CHILDREN = ("RAY_AUTH_TOKEN",)
+
+
+def local_environment(environ: MutableMapping[str, str]) -> None:
+    """Sets what the Ray processes of a local head need, with this process's own random token."""
+    environ.update(_SETTINGS | _LOOPBACK_ONLY)
+    environ.pop("RAY_AUTH_TOKEN_PATH", None)
+    environ["RAY_AUTH_TOKEN"] = _own_token()
+
+
+@functools.cache
+def _own_token() -> str:
+    """One for the life of the process: Ray reads its token once."""
+    return secrets.token_hex(32)
+
+
+def join_environment(environ: MutableMapping[str, str]) -> None:
+    """Sets what a client of a cluster needs. Raises ConfigError if there is no token to show."""
+    environ.update(_SETTINGS | {"RAY_NUM_REDIS_GET_RETRIES": "3"})
+    default = Path.home() / ".ray" / "auth_token"
+    if not any(environ.get(name) for name in _TOKEN_VARIABLES) and not default.exists():
+        raise ConfigError(
+            "ray_address: joining a cluster needs its token; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+        )
+
+
+def child_environment(environ: MutableMapping[str, str]) -> dict[str, str]:
+    """The environment of a child process that has nothing to do with Ray."""
+    return {name: value for name, value in environ.items() if name not in _NOT_FOR_CHILDREN}
+
+
+@contextlib.contextmanager
+def local_ray() -> Iterator[None]:
+    """Starts a Ray head on this machine, joins it, and ends all its processes on the way out.
+
+    Call it in the main thread: the parent-death signal follows the thread that starts a process.
+    """
+    before = {process.pid for process in descendants()}
+    adopt_orphans()
+    with _restored(os.environ), _short_directory() as temp:
+        local_environment(os.environ)
+        try:
+            _init(
+                address="local",
+                _temp_dir=temp,
+                num_cpus=1,
+                resources={WORKER_RESOURCE: 1.0},
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+            )
+            yield
+        finally:
+            _leave(before)
+
+
+@contextlib.contextmanager
+def _restored(environ: MutableMapping[str, str]) -> Iterator[None]:
+    before = dict(environ)
+    try:
+        yield
+    finally:
+        environ.clear()
+        environ.update(before)
+
+
+def _short_directory() -> tempfile.TemporaryDirectory[str]:
+    """Ray puts Unix sockets below: a short path, whatever TMPDIR says."""
+    return tempfile.TemporaryDirectory(prefix="pdserve-ray-", dir="/tmp", ignore_cleanup_errors=True)
+
+
+@contextlib.contextmanager
+def joined_ray(address: str) -> Iterator[None]:
+    """Joins a running cluster for the time of the block. Raises ConfigError or Unavailable."""
+    _probe(address)
+    with _restored(os.environ):
+        join_environment(os.environ)
+        _init(address=address)
+        try:
+            yield
+        finally:
+            _disconnect()
+
+
+def _init(**options: object) -> None:
+    import ray
+
+    try:
+        ray.init(
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            configure_logging=False,
+            logging_level=logging.ERROR,
+            **options,
+        )
+    except (OSError, ray.exceptions.RayError, RuntimeError) as err:
+        log.debug("ray.init", exc_info=err)
+        if any("InvalidAuthToken" in str(link) for link in _chain(err)):
+            raise ConfigError("ray_address: the cluster refused the token") from None
+        raise Unavailable("Ray can not be reached, or did not start") from None
+
+
+def _chain(err: BaseException | None) -> Iterator[BaseException]:
+    while err is not None:
+        yield err
+        err = err.__cause__ or err.__context__
+
+
+def _probe(address: str) -> None:
+    """Ray itself would take minutes to find out that nobody listens."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), PROBE_TIMEOUT_S).close()
+    except ValueError:
+        raise ConfigError("ray_address: must be host:port") from None
+    except OSError:
+        raise Unavailable("ray_address: nobody listens there") from None
+
+
+def _leave(before: set[int]) -> None:
+    """Shuts Ray down; what does not end by itself is killed, also when the shutdown hangs."""
+    ours = descendants(before)
+    hurry = threading.Timer(SHUTDOWN_PATIENCE_S, lambda: end(ours, 0.0))
+    hurry.daemon = True
+    hurry.start()
+    try:
+        _disconnect()
+    finally:
+        hurry.cancel()
+        # Asked again: processes that lost their parent meanwhile are our children now.
+        killed = end([*ours, *descendants(before)], END_PATIENCE_S)
+        log.debug("Ray is down; %d processes had to be killed", killed)
+
+
+def _disconnect() -> None:
+    import ray
+
+    ray.shutdown()

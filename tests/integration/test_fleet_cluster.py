@@ -1,0 +1,57 @@
+"""The fleet on a cluster of two raylets: each worker on its own, the whole on one machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdserve.fleet.cluster import joined_ray, local_environment
+from pdserve.fleet.handle import FleetHandle
+from pdserve.fleet.processes import adopt_orphans, descendants, end
+from pdserve.fleet.spec import RESOURCE_SHARE, WORKER_RESOURCE
+from tests.support.fleets import LIMIT_S, make_spec
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def two_raylets(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a cluster of two raylets with room for one worker each."""
+    environ = dict(os.environ)
+    local_environment(environ)
+    for name, value in {**environ, "PYTHONPATH": str(REPO)}.items():
+        monkeypatch.setenv(name, value)
+    from ray.cluster_utils import Cluster
+
+    adopt_orphans()
+    before = {process.pid for process in descendants()}
+    node = {
+        "num_cpus": 1,
+        "resources": {WORKER_RESOURCE: RESOURCE_SHARE},
+        "object_store_memory": 80 * 2**20,
+        "include_dashboard": False,
+    }
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        cluster.add_node(**{name: value for name, value in node.items() if name != "include_dashboard"})
+        yield cluster.address
+        ours = descendants(before)
+    finally:
+        cluster.shutdown()
+        end(descendants(before), 5.0)
+    assert [process for process in ours if process.is_running()] == []
+
+
+def test_workers_are_placed_on_different_raylets(two_raylets: str, tmp_path: Path) -> None:
+    with joined_ray(two_raylets):
+        fleet = FleetHandle.start(make_spec(tmp_path, {"prefill": 1, "decode": 1}))
+        try:
+            fleet.wait_serving(LIMIT_S)
+            found = [fleet.settings(worker) for worker in ("prefill-0", "decode-0")]
+        finally:
+            fleet.shutdown(1.0)
+    assert found[0]["node"] != found[1]["node"]
+    assert [settings["auth_mode"] for settings in found] == ["token", "token"]
