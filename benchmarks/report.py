@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,7 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 def latency(batches: Sequence[TokenTimes]) -> dict[str, float | None]:
     """TTFT and ITL percentiles in ms. Tokens that arrive in one message have an ITL of 0 between them."""
     firsts = [times[0] for batch in batches for times in batch]
-    gaps = [b - a for batch in batches for times in batch for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for batch in batches for times in batch for a, b in itertools.pairwise(times)]
     out: dict[str, float | None] = {}
     for name, values in (("ttft", firsts), ("itl", gaps)):
         for percent in (50, 90, 99):
@@ -64,26 +65,25 @@ class Line:
     values: Mapping[str, Sequence[float]]
     family: Mapping[str, str]
 
-    def best_formats(self) -> dict[str, str]:
-        """Per engine, the system (its fastest format on this line) that stands for it."""
+    def best_variants(self) -> dict[str, str]:
+        """Per engine, the system (its fastest variant on this line) that stands for it."""
         best: dict[str, str] = {}
         for system, values in self.values.items():
             engine = self.family[system]
             if values and (
-                engine not in best
-                or statistics.median(values) > statistics.median(self.values[best[engine]])
+                engine not in best or statistics.median(values) > statistics.median(self.values[best[engine]])
             ):
                 best[engine] = system
         return best
 
     def ratios(self, ours: Sequence[float]) -> dict[str, float]:
-        """Median paired ratio of ours to each engine's best format. Engines without values are left out."""
-        found = {e: paired_ratio(ours, self.values[s]) for e, s in self.best_formats().items() if ours}
+        """Median paired ratio of ours to each engine's best variant. Engines without values are left out."""
+        found = {e: paired_ratio(ours, self.values[s]) for e, s in self.best_variants().items() if ours}
         return {engine: round(ratio, 3) for engine, ratio in found.items() if ratio is not None}
 
     def as_json(self, engines: Sequence[str]) -> dict[str, object]:
         """The line of `results/latest.json`; an engine without values is there as null."""
-        best = self.best_formats()
+        best = self.best_variants()
         disaggregated, aggregated = self.ratios(self.ours), self.ratios(self.ours_aggregated)
         own = paired_ratio(self.ours, self.ours_aggregated) if self.ours and self.ours_aggregated else None
         return {
@@ -97,8 +97,8 @@ class Line:
             "ratio_to_own_aggregated": None if own is None else round(own, 3),
             "ratios": disaggregated,
             "ratios_aggregated": aggregated,
-            "peer_format": best,
-            "all_formats": {system: middle(values) for system, values in self.values.items()},
+            "peer_variant": best,
+            "all_variants": {system: middle(values) for system, values in self.values.items()},
             "pairs": len(self.ours),
             "samples": {
                 "ours": rounded(self.ours),

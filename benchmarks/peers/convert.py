@@ -34,7 +34,7 @@ def to_directory(source: Path, target: Path) -> None:
 
 
 def to_gguf(source: Path, target: Path) -> None:
-    """A GGUF file with the same metadata; matrices in the type the file is named after, vectors in float32."""
+    """A GGUF file with the same metadata; matrices in the type it is named after, vectors in float32."""
     kind = gguf.GGMLQuantizationType[target.name.split(".")[0]]
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, _text(reader.fields["general.architecture"]))

@@ -1,7 +1,8 @@
 """The driver's side of the JSON-lines dialogue. Runs inside a peer's venv: standard library only.
 
-The runner sends {"op": "run", "prompts": [[id, ...], ...], "max_tokens": n} or {"op": "quit"}; the answer to a
-run is {"times": [[seconds from the start, per token], ...]} or {"error": sentence}. The first line says hello.
+The first line says hello. Then the runner sends {"op": "run", "prompts": [[id, ...], ...], "max_tokens": n}
+or {"op": "quit"}; the answer to a run is {"times": [[seconds from the start, per token], ...]} or
+{"error": text}.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A peer as a child process: one engine with one format of the model. Frozen whenever it is not its turn."""
+"""A peer as a child process: one engine in one variant. Frozen whenever it is not its turn."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.peers.install import PEERS, PeerError, interpreter, last_words, redact
-from benchmarks.peers.specs import Engine
+from benchmarks.peers.specs import Engine, Variant
 from benchmarks.peers.weights import WEIGHTS
 
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
 RUN_TIMEOUT_S = 120.0
 
 
 class Peer:
     """A started driver. Between runs its process group is stopped, so that nothing of it spins."""
 
-    def __init__(self, engine: Engine, model_format: str) -> None:
+    def __init__(self, engine: Engine, variant: Variant) -> None:
         """Starts the driver and waits until it has loaded. Raises PeerError."""
         self.engine = engine
-        self.name = f"{engine.name} {model_format}"
+        self.name = f"{engine.name} {variant.name}"
         self._log = PEERS / f"{self.name.replace(' ', '-')}.log"
+        names = {"venv": PEERS / engine.name, "cpus": ",".join(map(str, sorted(os.sched_getaffinity(0))))}
+        self.env = {key: value.format(**names) for key, value in variant.env.items()}
         started = time.perf_counter()
         driver = PEERS.parent / "peers" / engine.driver
-        command = [str(interpreter(engine)), str(driver), str(WEIGHTS / engine.formats[model_format])]
+        command = [str(interpreter(engine)), str(driver), str(WEIGHTS / variant.model)]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command,
@@ -37,7 +39,7 @@ class Peer:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, **engine.env},
+                env={**os.environ, "DO_NOT_TRACK": "1", **self.env},
                 start_new_session=True,
             )
         try:
@@ -45,6 +47,8 @@ class Peer:
         except PeerError:
             self.stop()
             raise
+        shown = {key: redact(value) for key, value in self.env.items()}
+        self.hello |= {"env": shown, "model": variant.model}
         self.hello["start_s"] = round(time.perf_counter() - started, 1)
         self._signal(signal.SIGSTOP)
 

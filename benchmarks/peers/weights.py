@@ -23,6 +23,7 @@ def prepare(path: str, progress: Progress) -> None:
         return
     WEIGHTS.mkdir(parents=True, exist_ok=True)
     if path == "Q4_1.gguf":
+        target.unlink(missing_ok=True)  # a link that leads nowhere any more
         target.symlink_to(locate(MODEL).path)
     elif path == "openvino-int8":
         prepare("hf", progress)
