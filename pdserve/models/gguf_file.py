@@ -106,7 +106,7 @@ class _Cursor:
 
 def _boolean(value: int) -> bool:
     if value > 1:
-        _refuse("a yes/no value is neither")
+        _refuse("a Boolean value is neither true nor false")
     return value == 1
 
 

@@ -37,15 +37,28 @@ class Direct:
     records: dict[Role, WorkerRecord] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, **settings: Any) -> Direct:
-        """Two workers with small pools. settings: fields of WorkerConfig."""
+    def start_many(cls, pairs: int, **settings: Any) -> list[Direct]:
+        """Pairs of one fleet: any prefill worker can serve any decode worker (see `crossed`)."""
         secret = secrets.token_bytes(32)
+        return [cls.start(secret=secret, suffix=f"-{i}", **settings) for i in range(pairs)]
+
+    def crossed(self, other: Direct) -> Direct:
+        """Our prefill worker with the other pair's decode worker."""
+        records = {Role.PREFILL: self.records[Role.PREFILL], Role.DECODE: other.records[Role.DECODE]}
+        return Direct(secret=self.secret, prefill=self.prefill, decode=other.decode, records=records)
+
+    @classmethod
+    def start(cls, secret: bytes | None = None, suffix: str = "", **settings: Any) -> Direct:
+        """Two workers with small pools. settings: fields of WorkerConfig."""
+        secret = secret or secrets.token_bytes(32)
         base = WorkerConfig(
             worker_id="w", role=Role.PREFILL, model=MODEL, fleet_secret=secret.hex(), dtype="float32",
             deterministic=True, num_pages=120, prefill_chunk_tokens=64, token_budget=128, threads=2,
         )  # fmt: skip
         base = replace(base, **settings)
-        hosts = [WorkerHost(replace(base, worker_id=str(r), role=r)) for r in (Role.PREFILL, Role.DECODE)]
+        hosts = [
+            WorkerHost(replace(base, worker_id=f"{r}{suffix}", role=r)) for r in (Role.PREFILL, Role.DECODE)
+        ]
         made = cls(secret=secret, prefill=hosts[0], decode=hosts[1])
         made.records = {Role.PREFILL: hosts[0].start(), Role.DECODE: hosts[1].start()}
         return made
@@ -69,8 +82,7 @@ class Direct:
 
     async def until_idle(self, limit_s: float = 30.0) -> None:
         """Waits until no key lives and every page of both pools is free or evictable."""
-        for host, peer in ((self.prefill, self.p), (self.decode, self.d)):
-            del host
+        for peer in (self.p, self.d):
             await until(peer, lambda state: state.idle and not state.integrity_problem, limit_s)
 
     def page_bytes(self, role: Role, keys: tuple[bytes, ...]) -> list[bytes]:
@@ -110,6 +122,8 @@ class Ask:
     num_forced: int = 0
     deadline_s: float = 60.0
     use_prefix_cache: bool = True
+    prefill_may_hit: bool = True
+    decode_may_hit: bool = True
     prefill_as: PeerRef | None = None
 
     def ticket(self) -> bytes:
@@ -128,18 +142,25 @@ class Ask:
         return {
             "key": self.key, "ticket": self.ticket(), "token_ids": self.token_ids,
             "num_forced": self.num_forced, "sampling": self.sampling, "tenant": TENANT,
-            "deadline_s": self.deadline_s, "use_prefix_cache": self.use_prefix_cache,
+            "deadline_s": self.deadline_s,
         }  # fmt: skip
 
     def reserve_message(self) -> Reserve:
         peer = None if self.mode is HandoverMode.LOCAL else (self.prefill_as or self.direct.p)
         return Reserve(
-            **self._common(), receiver_incarnation=self.direct.d.incarnation, mode=self.mode, prefill=peer
+            **self._common(),
+            receiver_incarnation=self.direct.d.incarnation,
+            mode=self.mode,
+            prefill=peer,
+            use_prefix_cache=self.use_prefix_cache and self.decode_may_hit,
         )
 
     def prefill_message(self) -> PrefillRequest:
         return PrefillRequest(
-            **self._common(), receiver_incarnation=self.direct.p.incarnation, decode=self.direct.d
+            **self._common(),
+            receiver_incarnation=self.direct.p.incarnation,
+            decode=self.direct.d,
+            use_prefix_cache=self.use_prefix_cache and self.prefill_may_hit,
         )
 
 

@@ -1,0 +1,72 @@
+"""Every GGUF tensor type, bit for bit against `gguf.quants.dequantize`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf import quants
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from pdserve.errors import ModelError
+from pdserve.models.dequant import SUPPORTED, dequantise
+
+Kind = GGMLQuantizationType
+ROWS, COLUMNS = 6, 1024
+
+
+def dequantisable(kind: GGMLQuantizationType) -> bool:
+    """Whether the gguf package can read the type."""
+    block, size = GGML_QUANT_SIZES[kind]
+    try:
+        quants.dequantize(np.zeros((1, max(size, 4 * size // block)), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def stored(kind: GGMLQuantizationType) -> np.ndarray:
+    """Bytes [ROWS, …] of the type: quantised normal numbers, or random valid blocks where gguf can not."""
+    generator = np.random.default_rng(kind.value)
+    values = generator.standard_normal((ROWS, COLUMNS), dtype=np.float32)
+    try:
+        return quants.quantize(values, kind).view(np.uint8).reshape(ROWS, -1)
+    except NotImplementedError:
+        block, size = GGML_QUANT_SIZES[kind]
+        raw = generator.integers(0, 256, (ROWS * COLUMNS // block, size), dtype=np.uint8)
+        raw[:, 1::2] &= 0x7B  # no half-precision exponent of all ones anywhere: scales stay finite
+        return raw.reshape(ROWS, -1)
+
+
+def test_every_type_that_gguf_can_read_is_supported() -> None:
+    assert {k for k in Kind if dequantisable(k)} == SUPPORTED
+
+
+@pytest.mark.parametrize("kind", sorted(SUPPORTED), ids=lambda k: k.name)
+def test_values_are_those_of_the_gguf_package(kind: GGMLQuantizationType) -> None:
+    raw = stored(kind)
+    expected = quants.dequantize(raw, kind)
+    assert np.isfinite(expected).all()
+    assert np.abs(expected).max() > 0
+    ours = dequantise(raw.reshape(-1), kind, (ROWS, COLUMNS), torch.float32)
+    assert np.array_equal(ours.numpy().view(np.uint32), np.ascontiguousarray(expected).view(np.uint32))
+
+
+def test_long_tensors_are_read_in_pieces_without_seams() -> None:
+    values = np.random.default_rng(1).standard_normal((700, 1056), dtype=np.float32)
+    for kind in (Kind.Q4_1, Kind.IQ4_NL, Kind.Q8_0):
+        raw = stored(kind) if kind is Kind.IQ4_NL else quants.quantize(values, kind)
+        raw = np.concatenate([raw.reshape(-1)] * (200 if kind is Kind.IQ4_NL else 1))
+        expected = quants.dequantize(raw.reshape(1, -1), kind).reshape(-1)
+        assert np.array_equal(dequantise(raw, kind, expected.shape, torch.float32).numpy(), expected)
+
+
+def test_bfloat16_is_the_rounded_float32() -> None:
+    raw = stored(Kind.Q4_0).reshape(-1)
+    exact = dequantise(raw, Kind.Q4_0, (ROWS, COLUMNS), torch.float32)
+    assert torch.equal(dequantise(raw, Kind.Q4_0, (ROWS, COLUMNS), torch.bfloat16), exact.bfloat16())
+
+
+def test_other_types_are_refused() -> None:
+    with pytest.raises(ModelError, match="type I32, which is not supported"):
+        dequantise(np.zeros(16, np.uint8), Kind.I32, (4,), torch.float32)
