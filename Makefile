@@ -47,7 +47,7 @@ proto-check: $(STAMP)
 	$(BIN)/python scripts/gen_protos.py --check
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python -m benchmarks.run $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .cache

@@ -1,4 +1,4 @@
-"""The one runner: `python -m benchmarks.run`. Starts ours and the peers, measures, shows and writes results."""
+"""The one runner, `python -m benchmarks.run`: starts ours and the peers, measures, shows, writes results."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ from benchmarks.turns import Bench, console, measure, say, start
 def _say_who(bench: Bench) -> dict[str, Any]:
     facts = machine()
     console.print(
-        f"{facts['cpu']}, {facts['cpus']} CPUs, {facts['memory_gib']} GiB, {' '.join(facts['instructions'])}; "
+        f"{facts['cpu']}, {facts['cpus']} CPUs, {facts['memory_gib']} GB; {' '.join(facts['instructions'])}\n"
         f"{us()}; {bench.pairs} pairs per line",
         highlight=False,
     )
     if facts["load_before"] > facts["cpus"] / 4:
-        console.print(
-            f"[yellow]This machine is not idle (load {facts['load_before']}): expect noise.[/yellow]"
-        )
+        console.print(f"[yellow]This machine is busy (load {facts['load_before']}): expect noise.[/yellow]")
     return facts
 
 
@@ -52,7 +50,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="One round, to see that everything works.")] = False,
     serve_args: Annotated[str, typer.Option(help="More flags for both `pdserve up`.")] = "",
 ) -> None:
-    """Measures ours beside the peers. All cases with all peers and 5 pairs or more become `results/latest.*`."""
+    """Measures ours beside the peers. Only all cases, all peers and 5 pairs become `results/latest.*`."""
     started = time.perf_counter()
     chosen, engines = _choose(cases, peers)
     bench = Bench(pairs=1 if quick else pairs, engines=engines)

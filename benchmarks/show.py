@@ -1,4 +1,4 @@
-"""Results for people: the table on the terminal and the plot. Takes the lines of the result file as they are."""
+"""Results for people: the table and the plot. Takes the lines of the result file as they are."""
 
 from __future__ import annotations
 
@@ -15,21 +15,15 @@ def table(lines: Lines, engines: Sequence[str]) -> Table:
     """One row per case; of each peer its fastest variant on that row."""
     out = Table(title="median of the pairs; ratios are medians of paired ratios")
     out.add_column("case")
-    for column in (
-        "ours",
-        "ours aggregated",
-        *engines,
-        "to best peer",
-        "aggregated to best",
-        "to own aggregated",
-    ):
+    ratios = ("to best peer", "aggregated to best", "to own aggregated")
+    for column in ("ours", "ours aggregated", *engines, *ratios):
         out.add_column(column, justify="right")
     for line in lines:
         peers = [_peer(line, engine) for engine in engines]
-        ratios = [line["ratio_to_best"], line["ratio_to_best_aggregated"], line["ratio_to_own_aggregated"]]
+        found = [line["ratio_to_best"], line["ratio_to_best_aggregated"], line["ratio_to_own_aggregated"]]
         own = [_number(line["ours"]), _number(line["ours_aggregated"])]
         title = f"{line['case']}\n[dim]{line['unit']}, {line['pairs']} pairs[/dim]"
-        out.add_row(title, *own, *peers, *("-" if r is None else f"{r:.2f}x" for r in ratios))
+        out.add_row(title, *own, *peers, *("-" if r is None else f"{r:.2f}x" for r in found))
     return out
 
 

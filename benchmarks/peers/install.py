@@ -39,9 +39,8 @@ def install(engine: Engine, progress: Progress) -> None:
     step(engine.name, [sys.executable, "-m", "venv", str(PEERS / engine.name)], log)
     pip = [str(interpreter(engine)), "-m", "pip", "--disable-pip-version-check"]
     limits = _install_torch(engine, pip, log, progress) if engine.needs_torch else []
-    progress(
-        f"{engine.name}: installing {', '.join(engine.requirements)}{engine.note and f' ({engine.note})'}"
-    )
+    note = f" ({engine.note})" if engine.note else ""
+    progress(f"{engine.name}: installing {', '.join(engine.requirements)}{note}")
     step(engine.name, [*pip, "install", *limits, *engine.requirements], log, env=engine.build_env)
     if engine.drop:
         step(engine.name, [*pip, "uninstall", "-y", *engine.drop], log)

@@ -75,5 +75,5 @@ def test_latency_takes_gaps_within_a_request_only() -> None:
 def test_prompts_are_unique_and_as_long_as_asked() -> None:
     prompts = Prompts(seed=1)
     taken = [tuple(p) for one in CASES for p in prompts.take(one) + prompts.take(one)]
-    assert len(set(p[:16] for p in taken)) == len(taken)
+    assert len({p[:16] for p in taken}) == len(taken)
     assert {len(p) for p in taken} == {one.prompt_tokens for one in CASES}
