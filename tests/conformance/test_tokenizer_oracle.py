@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from pdserve.tokenizer import Tokenizer, load_bundle_from_dir, load_bundle_from_gguf
-from tests.support.oracle_prompts import source_path
 from tests.support.tokenizer_files import (
     INST,
     corpus,
     naughty_strings,
+    real_prompts,
     smollm2_gguf,
     write_bytes_gguf,
     write_directory,
@@ -69,8 +69,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def texts() -> list[str]:
-    prompts = source_path().read_text(encoding="utf-8").splitlines()[::8]
-    return [*naughty_strings(), *corpus()[:6], *prompts, "", " ", "\n\n1.", "  a\t b   12  "]
+    return [*naughty_strings(), *corpus()[:6], *real_prompts()[::8], "", " ", "\n\n1.", "  a\t b   12  "]
 
 
 def test_prompts_give_the_same_ids(pair: tuple[Tokenizer, Any]) -> None:

