@@ -313,4 +313,13 @@ class Sim:
         assert sum(len(pages) for pages in users) == len(set().union(*users))
         chunked = [len(step.token_ids) > 1 or not step.sample for step in plan.seqs]
         assert chunked == sorted(chunked), "decode rows come first"
-        assert len(set(plan.zero_pages)) == len(plan.zero_pages)
+        size = self.config.page_size
+        fresh = [
+            step.pages[pos // size]
+            for step in plan.seqs
+            for pos in range(step.start, step.start + len(step.token_ids))
+            if pos % size == 0
+        ]
+        assert sorted(fresh) == sorted(plan.zero_pages), (
+            "pages are zeroed before their first row, and only then"
+        )

@@ -90,6 +90,27 @@ def test_a_parent_can_go_although_its_child_is_held_by_others() -> None:
     assert manager.check_integrity() == ""
 
 
+def test_as_little_as_possible_is_lost_whatever_was_released_first() -> None:
+    manager = PageManager(3, 0)
+    pages = _cached(manager, [1, 2, 3])
+    transfer = Holder(HolderKind.TRANSFER, "t")
+    for page in pages:
+        manager.hold(page, transfer)
+    manager.drop(pages[0], transfer)
+    manager.drop(pages[1], transfer)
+    assert manager.reserve(1, _request("r")) == pages[1:2]
+    assert manager.match(_keys([1, 2, 3])) == pages[:1]
+
+
+def test_an_old_chain_goes_page_by_page_before_a_newer_one() -> None:
+    manager = PageManager(4, 0)
+    old = _cached(manager, [1, 2, 3])
+    new = _cached(manager, [4])
+    manager.reserve(2, _request("r"))
+    assert manager.match(_keys([1, 2, 3])) == old[:1]
+    assert manager.match(_keys([4])) == new
+
+
 def test_reserve_keeps_pages_back_and_changes_nothing_when_it_refuses() -> None:
     manager = PageManager(4, 0)
     pages = _cached(manager, [1, 2])
@@ -273,4 +294,4 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManagerMachine = ManagerMachine.TestCase
-TestManagerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestManagerMachine.settings = settings(max_examples=70, stateful_step_count=40, deadline=None)

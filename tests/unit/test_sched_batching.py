@@ -48,6 +48,16 @@ def test_deterministic_chunks_wait_rather_than_shrink() -> None:
     assert _rows(sim.plans[0]) == [("a", 0, 8), ("b", 0, 8)]
 
 
+def test_deterministic_chunks_that_run_already_wait_too() -> None:
+    sim = _sim(deterministic=True, token_budget=16)
+    sim.submit("a", [1] * 30)
+    sim.submit("b", [2] * 30)
+    sim.step()
+    sim.hand_over("c", [3] * 5)
+    sim.step()
+    assert _rows(sim.plans[1]) == [("c", 5, 1), ("a", 8, 8)]
+
+
 def test_lower_priority_values_go_first() -> None:
     sim = _sim(max_num_seqs=1)
     sim.submit("normal", [1] * 4)
@@ -76,7 +86,7 @@ requests = st.tuples(st.integers(1, 30), st.integers(1, 6), st.integers(0, 8))
     chunk=st.sampled_from([3, 8, 16]),
     budget=st.integers(1, 40),
 )
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 def test_deterministic_chunks_do_not_depend_on_neighbours(
     length: int, neighbours: list[tuple[int, int, int]], chunk: int, budget: int
 ) -> None:
@@ -90,7 +100,10 @@ def test_deterministic_chunks_do_not_depend_on_neighbours(
     for index, (tokens, max_tokens, wait) in enumerate(waits):
         for _ in range(wait // 3):
             crowd.step()
-        crowd.submit(f"n{index}", [index] * tokens, max_tokens=max_tokens)
+        if wait % 2:
+            crowd.hand_over(f"n{index}", [index] * tokens, max_tokens=max_tokens + 1)
+        else:
+            crowd.submit(f"n{index}", [index] * tokens, max_tokens=max_tokens)
         if index == len(waits) // 2:
             crowd.submit("me", prompt, max_tokens=3)
     if not crowd.sched.has("me") and "me" not in crowd.over:
@@ -122,11 +135,13 @@ def test_the_oldest_is_in_every_step_on_a_pool_for_one(deterministic: bool) -> N
 
 
 def test_a_sequence_that_was_sent_back_is_not_starved_by_endless_handovers() -> None:
-    sim = _sim(num_pages=12, max_num_seqs=4)
+    sim = _sim(num_pages=12)
     sim.submit("first", [1] * 12, max_tokens=24)
     sim.submit("victim", [2] * 12, max_tokens=24)
     for index in range(200):
-        sim.hand_over(f"h{index}", [3] * 6, max_tokens=6, growth=1)
+        for more in "abcdef":
+            if not sim.hand_over(f"h{index}{more}", [3] * 6, max_tokens=6, growth=1):
+                break
         sim.step()
         if "victim" in sim.over:
             break

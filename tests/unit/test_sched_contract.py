@@ -82,6 +82,18 @@ def test_a_full_sequence_says_prompt_done_once_before_its_first_token() -> None:
     assert kinds == [Started, PromptDone, TokenSampled, TokenSampled, TokenSampled, SeqFinished]
 
 
+@pytest.mark.parametrize("length", [1, 9])
+def test_a_prompt_with_one_row_to_compute_says_prompt_done_too(length: int) -> None:
+    sim = _sim()
+    sim.submit("warm", PROMPT)
+    sim.run()
+    sim.log.clear()
+    sim.submit("a", PROMPT[:length], max_tokens=2)
+    sim.run()
+    assert [len(step.token_ids) for plan in sim.plans for step in plan.seqs if step.seq_id == "a"] == [1, 1]
+    assert sum(isinstance(event, PromptDone) for event in sim.log) == 1
+
+
 @pytest.mark.parametrize("ignore_eos", [False, True])
 @pytest.mark.parametrize("own_stop", [False, True])
 def test_end_tokens_stop_unless_ignored_and_stop_tokens_always(ignore_eos: bool, own_stop: bool) -> None:
@@ -202,6 +214,15 @@ def test_a_sealed_tail_is_copied_before_it_is_written() -> None:
     assert sim.tokens["a"] == oracle(tuple(PROMPT), 10, sim.specs["a"].sampling)
 
 
+def test_a_page_to_be_copied_is_nobody_elses_before_the_copy() -> None:
+    sim = _sim(num_pages=5)
+    assert sim.hand_over("a", PROMPT, max_tokens=2, seal_tail=True)
+    sim.submit("b", [7, 7], max_tokens=2)
+    sim.run()
+    assert {step.seq_id for step in sim.plans[0].seqs} == {"a"}
+    assert sim.tokens["a"] == oracle(tuple(PROMPT), 10, sim.specs["a"].sampling)
+
+
 def test_a_shared_prefix_is_computed_once_and_told_as_cached() -> None:
     sim = _sim()
     sim.submit("a", PROMPT)
@@ -244,13 +265,13 @@ def test_published_pages_are_found_under_the_content_keys_of_the_config() -> Non
 
 
 def test_the_youngest_gives_way_and_goes_on_exactly() -> None:
-    sim = _sim(num_pages=7, prefix_caching=False, max_num_seqs=3)
+    sim = _sim(num_pages=8, prefix_caching=False, token_budget=32)
     prompts = {"a": PROMPT[:8], "b": PROMPT[1:9], "c": PROMPT[2:6]}
     for seq_id, prompt in prompts.items():
         sim.submit(seq_id, prompt, max_tokens=12)
     sim.run()
-    preempted = {event.seq_id for event in sim.log if isinstance(event, Preempted)}
-    assert preempted
+    preempted = [event.seq_id for event in sim.log if isinstance(event, Preempted)]
+    assert preempted[0] == "c"
     assert "a" not in preempted
     for seq_id, prompt in prompts.items():
         assert sim.tokens[seq_id] == oracle(tuple(prompt), len(prompt), sim.specs[seq_id].sampling)

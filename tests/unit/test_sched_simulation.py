@@ -104,10 +104,10 @@ def _run(seed: int) -> Counter[str]:
     return seen
 
 
-@pytest.mark.parametrize("block", range(5))
+@pytest.mark.parametrize("block", range(4))
 def test_streams_do_not_depend_on_the_schedule(block: int) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(block * 100, block * 100 + 100):
+    for seed in range(block * 80, block * 80 + 80):
         seen += _run(seed)
     happened = {"Preempted", "cache_hit", "copy", "SeqStopped", "SeqFailed", "SeqFinished", "PromptDone"}
     assert all(seen[name] >= 3 for name in happened), seen
