@@ -15,6 +15,7 @@ import logging
 import time
 from typing import Any
 
+from pdserve.config import WorkerConfig
 from pdserve.fleet.actor import WorkerActor
 from pdserve.fleet.placement import actor_options, ensure_group, remove_group
 from pdserve.fleet.spec import FleetSpec
@@ -126,7 +127,7 @@ class FleetController:
         template = self._spec.templates[command.role]
         config = dataclasses.replace(template, worker_id=command.worker_id)
         try:
-            actor = await asyncio.to_thread(_create, config, self._spec.worker_host)
+            actor = await asyncio.to_thread(_create, config, self._spec)
         except Exception as err:  # Ray raises many kinds; each means "not now"
             log.warning("worker %s can not be placed: %s", command.worker_id, type(err).__name__)
             await self._ended(command.worker_id, {"label": "unavailable", "message": "Ray can not place it"})
@@ -201,11 +202,11 @@ async def _result(ref: Any) -> Any:
     return await ref
 
 
-def _create(config: Any, worker_host: str) -> Any:
+def _create(config: WorkerConfig, spec: FleetSpec) -> Any:
     import ray
 
-    options = actor_options(config, ensure_group(config.worker_id))
-    return ray.remote(WorkerActor).options(**options).remote(config.to_json(), worker_host)
+    options = actor_options(config, ensure_group(config.worker_id, spec.resource_share))
+    return ray.remote(WorkerActor).options(**options).remote(config.to_json(), spec.worker_host)
 
 
 def _kill(actor: Any) -> None:

@@ -11,13 +11,14 @@ CALLS_AT_ONCE = 16
 """Methods of one worker actor that may be under way; they wait, they do not compute."""
 
 
-def bundle(cluster_resources: dict[str, float]) -> dict[str, float]:
-    """One replica's bundle. A cluster whose nodes lack our resource gets a sliver of a CPU instead."""
-    name = WORKER_RESOURCE if WORKER_RESOURCE in cluster_resources else "CPU"
-    return {name: RESOURCE_SHARE}
+def bundle(cluster_resources: dict[str, float], share: float) -> dict[str, float]:
+    """One replica's bundle. A cluster whose nodes lack our resource gives a sliver of a CPU instead."""
+    if WORKER_RESOURCE in cluster_resources:
+        return {WORKER_RESOURCE: share}
+    return {"CPU": RESOURCE_SHARE}
 
 
-def ensure_group(worker_id: str) -> Any:
+def ensure_group(worker_id: str, share: float) -> Any:
     """The worker's placement group: the one it had, or a new one. Outlives its creator."""
     import ray
 
@@ -25,7 +26,7 @@ def ensure_group(worker_id: str) -> Any:
         return ray.util.get_placement_group(group_name(worker_id))
     except ValueError:
         return ray.util.placement_group(
-            [bundle(ray.cluster_resources())],
+            [bundle(ray.cluster_resources(), share)],
             strategy="STRICT_PACK",
             name=group_name(worker_id),
             lifetime="detached",

@@ -23,6 +23,7 @@ class FleetSpec:
 
     start_timeout_s: a worker that does not serve by then is replaced. drain_timeout_s: how long a worker
     that has to go may finish what runs. min_backoff_s, max_backoff_s: between tries of the same worker.
+    resource_share: how much of its node's worker resource each worker takes; 1.0 gives each a node.
     worker_host: "module:Class" with the interface of WorkerHost; only tests name another one.
     """
 
@@ -32,6 +33,7 @@ class FleetSpec:
     drain_timeout_s: float = 30.0
     min_backoff_s: float = 1.0
     max_backoff_s: float = 30.0
+    resource_share: float = RESOURCE_SHARE
     worker_host: str = WORKER_HOST
 
     def to_json(self) -> str:
@@ -44,6 +46,7 @@ class FleetSpec:
                 "drain_timeout_s": self.drain_timeout_s,
                 "min_backoff_s": self.min_backoff_s,
                 "max_backoff_s": self.max_backoff_s,
+                "resource_share": self.resource_share,
                 "worker_host": self.worker_host,
             }
         )

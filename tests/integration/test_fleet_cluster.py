@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import pytest
 from pdserve.fleet.cluster import joined_ray, local_environment
 from pdserve.fleet.handle import FleetHandle
 from pdserve.fleet.processes import adopt_orphans, descendants, end
-from pdserve.fleet.spec import RESOURCE_SHARE, WORKER_RESOURCE
+from pdserve.fleet.spec import WORKER_RESOURCE
 from tests.support.fleets import LIMIT_S, make_spec
 
 REPO = Path(__file__).resolve().parents[2]
@@ -30,9 +33,11 @@ def two_raylets(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     before = {process.pid for process in descendants()}
     node = {
         "num_cpus": 1,
-        "resources": {WORKER_RESOURCE: RESOURCE_SHARE},
+        "resources": {WORKER_RESOURCE: 1},
         "object_store_memory": 80 * 2**20,
         "include_dashboard": False,
+        # Ray puts Unix sockets below: the path must be short.
+        "temp_dir": tempfile.mkdtemp(prefix="pdserve-ray-", dir="/tmp"),
     }
     cluster = Cluster(initialize_head=True, head_node_args=node)
     try:
@@ -42,12 +47,14 @@ def two_raylets(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     finally:
         cluster.shutdown()
         end(descendants(before), 5.0)
+        shutil.rmtree(str(node["temp_dir"]))
     assert [process for process in ours if process.is_running()] == []
 
 
 def test_workers_are_placed_on_different_raylets(two_raylets: str, tmp_path: Path) -> None:
     with joined_ray(two_raylets):
-        fleet = FleetHandle.start(make_spec(tmp_path, {"prefill": 1, "decode": 1}))
+        spec = make_spec(tmp_path, {"prefill": 1, "decode": 1})
+        fleet = FleetHandle.start(dataclasses.replace(spec, resource_share=1.0))
         try:
             fleet.wait_serving(LIMIT_S)
             found = [fleet.settings(worker) for worker in ("prefill-0", "decode-0")]
