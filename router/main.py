@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Callable
 
 from pdserve.clock import Clock, MonotonicClock
 from pdserve.rpc.server import RpcServer, ServerOptions
@@ -94,10 +95,11 @@ async def serve(
     *,
     stop_event: asyncio.Event | None = None,
     handle_signals: bool = True,
+    on_listening: Callable[[Router], None] = lambda router: None,
 ) -> None:
     """Serves until SIGTERM, SIGINT or `stop_event`, then drains; a second signal ends at once.
 
-    ready_event is set when the sockets listen. Raises ConfigError.
+    ready_event is set, and on_listening called, when the sockets listen. Raises ConfigError.
     """
     stop = stop_event or asyncio.Event()
     router = Router(config)
@@ -109,6 +111,7 @@ async def serve(
             loop.add_signal_handler(number, stop.set)
     if ready_event is not None:
         ready_event.set()
+    on_listening(router)
     try:
         await stop.wait()
         await _drain_or_second_signal(router, handle_signals)
