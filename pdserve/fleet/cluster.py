@@ -13,13 +13,13 @@ import logging
 import os
 import secrets
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.fleet.processes import adopt_orphans, descendants, end
+from pdserve.fleet.rundirs import run_directory
 from pdserve.fleet.spec import NAMESPACE, WORKER_RESOURCE
 
 log = logging.getLogger("pdserve.fleet")
@@ -77,12 +77,12 @@ def local_ray() -> Iterator[None]:
     """
     before = {process.pid for process in descendants()}
     adopt_orphans()
-    with _restored(os.environ), _short_directory() as temp:
+    with _restored(os.environ), run_directory("ray") as temp:
         local_environment(os.environ)
         try:
             _init(
                 address="local",
-                _temp_dir=temp,
+                _temp_dir=str(temp),
                 num_cpus=1,
                 resources={WORKER_RESOURCE: 1.0},
                 object_store_memory=OBJECT_STORE_BYTES,
@@ -101,11 +101,6 @@ def _restored(environ: MutableMapping[str, str]) -> Iterator[None]:
     finally:
         environ.clear()
         environ.update(before)
-
-
-def _short_directory() -> tempfile.TemporaryDirectory[str]:
-    """Ray puts Unix sockets below: a short path, whatever TMPDIR says."""
-    return tempfile.TemporaryDirectory(prefix="pdserve-ray-", dir="/tmp", ignore_cleanup_errors=True)
 
 
 @contextlib.contextmanager
