@@ -10,8 +10,9 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from pdserve.errors import InternalError, PdserveError
+from pdserve.errors import InternalError, InvalidRequest, PdserveError
 from pdserve.rpc.status import code_of, trailers_of
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,14 @@ _WRAPPED = (
 )
 
 
+class _Unreadable:
+    """Stands for a request that could not be parsed: left to itself, grpc answers with reprs of internals."""
+
+
 async def fail(context: Context, error: Exception) -> None:
     """Ends the call with the status of `error`. Anything not ours is logged and sent as INTERNAL."""
+    if isinstance(error, DecodeError):
+        error = InvalidRequest("The request is not a message of this protocol; update the client.")
     if not isinstance(error, PdserveError):
         log.error("a call failed unexpectedly", exc_info=error)
         error = InternalError("The server failed on this request; its log has the details.")
@@ -45,6 +52,7 @@ def _guard(method: Callable[..., Any]) -> Callable[..., Any]:
 def _guard_coroutine(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     async def guarded(request: Any, context: Context) -> Any:
         try:
+            _check(request)
             return await method(request, context)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
@@ -57,6 +65,7 @@ def _guard_coroutine(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awa
 def _guard_generator(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
     async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
+            _check(request)
             async for response in method(request, context):
                 yield response
         except (asyncio.CancelledError, grpc.aio.AbortError):
@@ -65,6 +74,23 @@ def _guard_generator(method: Callable[..., AsyncIterator[Any]]) -> Callable[...,
             await fail(context, error)
 
     return guarded
+
+
+def _check(request: Any) -> None:
+    if isinstance(request, _Unreadable):
+        raise DecodeError
+
+
+def _lenient(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """A deserializer of single requests whose failure is seen by the guard."""
+
+    def parsed(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return _Unreadable()
+
+    return parsed
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -81,9 +107,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         for name, build in _WRAPPED:
             method = getattr(handler, name)
             if method is not None:
+                parse = handler.request_deserializer
                 return build(
                     _guard(method),
-                    request_deserializer=handler.request_deserializer,
+                    # A stream's messages are parsed inside the handler, where the guard sees the error.
+                    request_deserializer=parse if handler.request_streaming else _lenient(parse),
                     response_serializer=handler.response_serializer,
                 )
         return handler
