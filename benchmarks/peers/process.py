@@ -16,7 +16,7 @@ from benchmarks.peers.specs import Engine, Variant
 from benchmarks.peers.weights import WEIGHTS
 
 START_TIMEOUT_S = 600.0
-RUN_TIMEOUT_S = 120.0
+RUN_TIMEOUT_S = 300.0
 
 
 class Peer:
@@ -28,7 +28,7 @@ class Peer:
         self.name = f"{engine.name} {variant.name}"
         self._log = PEERS / f"{self.name.replace(' ', '-')}.log"
         names = {"venv": PEERS / engine.name, "cpus": ",".join(map(str, sorted(os.sched_getaffinity(0))))}
-        self.env = {key: value.format(**names) for key, value in variant.env.items()}
+        env = {key: value.format(**names) for key, value in variant.env.items()}
         started = time.perf_counter()
         driver = PEERS.parent / "peers" / engine.driver
         command = [str(interpreter(engine)), str(driver), str(WEIGHTS / variant.model)]
@@ -39,15 +39,15 @@ class Peer:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, "DO_NOT_TRACK": "1", **self.env},
+                env={**os.environ, "DO_NOT_TRACK": "1", **env},
                 start_new_session=True,
             )
         try:
             self.hello = self._answer(START_TIMEOUT_S)
-        except PeerError:
+        except BaseException:
             self.stop()
             raise
-        shown = {key: redact(value) for key, value in self.env.items()}
+        shown = {key: value.format(**{**names, "venv": "VENV"}) for key, value in variant.env.items()}
         self.hello |= {"env": shown, "model": variant.model}
         self.hello["start_s"] = round(time.perf_counter() - started, 1)
         self._signal(signal.SIGSTOP)
@@ -89,6 +89,7 @@ class Peer:
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             if not selector.select(timeout_s):
+                self._signal(signal.SIGKILL)  # a late answer must not be taken for the next one's
                 raise PeerError(f"{self.name}: no answer within {timeout_s:.0f} s")
         line = self._process.stdout.readline()
         if not line:

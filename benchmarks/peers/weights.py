@@ -6,7 +6,9 @@ shipped. int8 and Q8_0 are the peers' own quantisations of it.
 
 from __future__ import annotations
 
+import shutil
 import sys
+from pathlib import Path
 
 from benchmarks.peers.install import PEERS, PeerError, Progress, interpreter, last_words, step
 from benchmarks.peers.specs import ENGINES
@@ -41,12 +43,14 @@ def _convert(path: str) -> None:
     step("model", [sys.executable, str(script), str(locate(MODEL).path), str(WEIGHTS / path)], log)
 
 
-def _export_openvino(target: object) -> None:
+def _export_openvino(target: Path) -> None:
     engine = next(engine for engine in ENGINES if engine.name == "openvino")
-    log = PEERS / "openvino.export.log"
+    log, part = PEERS / "openvino.export.log", target.with_name(target.name + ".part")
     log.write_text("")
+    shutil.rmtree(part, ignore_errors=True)
     command = [str(interpreter(engine).with_name("optimum-cli")), "export", "openvino"]
     command += ["--model", str(WEIGHTS / "hf"), "--task", "text-generation-with-past"]
-    step("openvino", [*command, "--weight-format", "int8", str(target)], log)
-    if not (WEIGHTS / "openvino-int8" / "openvino_model.bin").is_file():
+    step("openvino", [*command, "--weight-format", "int8", str(part)], log)
+    if not (part / "openvino_model.bin").is_file():
         raise PeerError(f"openvino: {last_words(log)}")
+    part.rename(target)
