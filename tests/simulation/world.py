@@ -31,31 +31,10 @@ from router import lifecycle
 from router.inflight import InFlight
 from router.policy import Ask, Candidate, Choice, PolicyConfig, choose
 from router.request_state import Phase, RequestState
+from tests.simulation.model import END_TOKEN, VOCAB, make_row, next_token, token_of
 
 SECRET = b"simulation-secret-of-32-bytes...."
 TENANT = "sim"
-VOCAB = 1000
-END_TOKEN = 0
-
-
-def row_hash(tokens: tuple[int, ...]) -> int:
-    """What the "KV row" of the last of these tokens is: it depends on the whole prefix, as real KV does."""
-    return int.from_bytes(hashlib.blake2b(repr(tokens).encode(), digest_size=8).digest())
-
-
-def next_token(tokens: tuple[int, ...]) -> int:
-    """The "model": greedy next token after these."""
-    return row_hash(tokens) % VOCAB
-
-
-def reference(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """The one right answer of a request."""
-    tokens = prompt
-    while len(tokens) - len(prompt) < max_tokens:
-        tokens = (*tokens, next_token(tokens))
-        if tokens[-1] == END_TOKEN:
-            break
-    return tokens[len(prompt) :]
 
 
 class World:
@@ -246,7 +225,7 @@ class SimWorker:
                 prefix = (*prefix, token)
                 page = self.content[seq.pages[row // size]]
                 assert len(page) == row % size, f"{self.name}: {seq.seq_id} row {row} over others' rows"
-                page.append(_join(prefix))
+                page.append(make_row(prefix))
             if seq.sample:
                 tokens[seq.seq_id] = next_token(prefix)
         result = StepResult(step_id=plan.step_id, tokens=tokens)
@@ -256,29 +235,9 @@ class SimWorker:
         """The tokens the block table's rows were computed from: S1 is about exactly these."""
         size = self.shape.page_size
         return tuple(
-            _token_of(self.content[pages[row // size]][row % size], row, self.content, pages, size)
+            token_of(self.content[pages[row // size]][row % size], row, self.content, pages, size)
             for row in range(rows)
         )
-
-
-_ROWS: dict[int, tuple[int, ...]] = {}
-
-
-def _join(prefix: tuple[int, ...]) -> int:
-    """A row's value; remembers which prefix made it, so that a reader of the row can be checked."""
-    value = row_hash(prefix)
-    _ROWS[value] = prefix
-    return value
-
-
-def _token_of(value: int, row: int, content: Any, pages: tuple[int, ...], size: int) -> int:
-    """The token of a row. Breaks if the row was computed for another position or another prefix (S1)."""
-    prefix = _ROWS[value]
-    assert len(prefix) == row + 1, "a row of another position"
-    if row:
-        before = content[pages[(row - 1) // size]][(row - 1) % size]
-        assert _ROWS[before] == prefix[:-1], "KV of another prefix under this request"
-    return prefix[-1]
 
 
 @dataclass(slots=True, kw_only=True)
