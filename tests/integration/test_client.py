@@ -14,7 +14,8 @@ from pdserve.client.result import Collector
 from pdserve.errors import InternalError, InvalidRequest, PdserveError, Unavailable
 from pdserve.messages import Outcome
 from pdserve.types import FinishReason, Role
-from tests.support.router_kit import FakeWorker, completion, fleet, text_of
+from tests.support.byte_model import completion, text_of
+from tests.support.router_kit import FakeWorker, fleet
 
 
 async def in_thread(address: str, work: Callable[[Client], Any]) -> Any:

@@ -28,7 +28,8 @@ from pdserve.types import Role, WorkerLoad
 from router.config import RouterConfig
 from router.main import Router, serve
 from router.service import CLUSTER, INFERENCE
-from tests.support.router_kit import SECRET, FakeWorker, Fleet, completion, fleet
+from tests.support.byte_model import completion
+from tests.support.router_kit import SECRET, FakeWorker, Fleet, fleet
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -12,17 +12,8 @@ from pdserve.errors import PdserveError
 from pdserve.messages import Outcome, Reserve, Reserved
 from pdserve.rpc import convert
 from pdserve.types import FinishReason, HandoverMode, Role
-from tests.support.router_kit import (
-    CONTEXT,
-    END_ID,
-    SECRET,
-    VOCAB,
-    FakeWorker,
-    completion,
-    fleet,
-    never,
-    text_of,
-)
+from tests.support.byte_model import CONTEXT, END_ID, VOCAB, completion, text_of
+from tests.support.router_kit import SECRET, FakeWorker, fleet, never
 
 
 def pair() -> tuple[FakeWorker, FakeWorker]:
