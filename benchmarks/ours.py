@@ -97,7 +97,7 @@ class Ours:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "NO_COLOR": "1"},
+                env={key: value for key, value in os.environ.items() if not key.startswith("PDSERVE_")},
                 start_new_session=True,
             )
         self._client: AsyncClient | None = None

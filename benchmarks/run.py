@@ -24,7 +24,7 @@ def _say_who(bench: Bench) -> dict[str, Any]:
     facts = machine()
     console.print(
         f"{facts['cpu']}, {facts['cpus']} CPUs, {facts['memory_gib']} GB; {' '.join(facts['instructions'])}\n"
-        f"{us()}; {bench.pairs} pairs per line",
+        f"{us()}; {bench.pairs} pair(s) per line",
         highlight=False,
     )
     if facts["load_before"] > facts["cpus"] / 4:

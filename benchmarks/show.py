@@ -13,16 +13,18 @@ Lines = Sequence[Mapping[str, Any]]
 
 def table(lines: Lines, engines: Sequence[str]) -> Table:
     """One row per case; of each peer its fastest variant on that row."""
-    out = Table(title="median of the pairs; ratios are medians of paired ratios")
-    out.add_column("case")
-    ratios = ("to best peer", "aggregated to best", "to own aggregated")
-    for column in ("ours", "ours aggregated", *engines, *ratios):
+    out = Table(
+        title=f"medians of {max(line['pairs'] for line in lines)} pairs; ratios are medians of paired ratios"
+    )
+    out.add_column("case", no_wrap=True)
+    ratios = ("ours to\nbest peer", "aggregated\nto best peer", "ours to\naggregated")
+    for column in ("ours", "ours\naggregated", *engines, *ratios):
         out.add_column(column, justify="right")
     for line in lines:
         peers = [_peer(line, engine) for engine in engines]
         found = [line["ratio_to_best"], line["ratio_to_best_aggregated"], line["ratio_to_own_aggregated"]]
         own = [_number(line["ours"]), _number(line["ours_aggregated"])]
-        title = f"{line['case']}\n[dim]{line['unit']}, {line['pairs']} pairs[/dim]"
+        title = f"{line['case']}\n[dim]{line['unit']}[/dim]"
         out.add_row(title, *own, *peers, *("-" if r is None else f"{r:.2f}x" for r in found))
     return out
 

@@ -7,6 +7,7 @@ run of ours and one of a peer in the same round.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,7 +25,7 @@ from benchmarks.peers.specs import Engine
 from benchmarks.peers.weights import prepare
 from benchmarks.report import Line, TokenTimes, latency, value_of
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 class System(Protocol):
