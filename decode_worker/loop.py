@@ -249,13 +249,12 @@ class DecodeRole:
         ]
 
     def _on_renewed(self, peer: str, incarnation: int, renew: Renew, now: float) -> list[Effect]:
-        known = set(renew.keys)
         out: list[Effect] = []
         for key, entry in list(self._entries.items()):
             if not entry.session.pulling or not entry.is_peer(peer, incarnation):
                 continue
-            entry.missed = 0 if key in known else entry.missed + 1
-            if key in known:
+            entry.missed = 0 if key in renew.keys else entry.missed + 1
+            if not entry.missed:
                 out += self._run(entry, table.PeerSeen(), now)
             elif entry.missed >= 2:
                 out += self._run(entry, table.Switch(detail="prefill lost this key"), now)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 
 from pdserve.types import FinishReason, Role
-from tests.simulation.world import END_TOKEN, VOCAB, SimRouter, SimWorker, WorkerShape, World, reference
+from tests.simulation.model import END_TOKEN, VOCAB, reference
+from tests.simulation.world import SimRouter, SimWorker, WorkerShape, World
 
 NUM_SEEDS = 50
 
