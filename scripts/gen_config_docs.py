@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pdserve.config.components import COMPONENTS
+from pdserve.cli.components import COMPONENTS
 from pdserve.config.document import page
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import os
+import socket
 from dataclasses import dataclass
 
 from pdserve.config.fields import setting
@@ -78,6 +79,9 @@ class ServeConfig:
     ray_address: str = setting("", help="host:port of a Ray cluster to join; empty: start a local one.")
     routers: tuple[str, ...] = setting(
         (), help="host:port of routers that run elsewhere; for `pdserve fleet` alone."
+    )
+    secret_file: str = setting(
+        "", help="File with the fleet secret in hex; empty: a new one, or PDSERVE_FLEET_SECRET for the parts."
     )
     lease_s: float = setting(10.0, help="Lease on transfers and reservations.", unit="seconds", minimum=0.1)
     start_timeout_s: float = setting(
@@ -157,3 +161,13 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def advertised(address: str) -> str:
+    """host:port by which others reach a listener; one on every interface goes by this node's address."""
+    host, _, port = address.rpartition(":")
+    if host.strip("[]") not in {"0.0.0.0", "::", ""}:  # noqa: S104
+        return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel picks the outgoing address
+        return f"{probe.getsockname()[0]}:{port}"

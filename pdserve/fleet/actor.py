@@ -56,6 +56,7 @@ class WorkerActor:
         self._config = dataclasses.replace(config, nice=0, host=host)
         self._worker_host = worker_host
         self._host: Host | None = None
+        self._note = ""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="host")
         self._answer: asyncio.Task[str] | None = None
 
@@ -67,6 +68,10 @@ class WorkerActor:
         if self._answer is None:
             self._answer = asyncio.create_task(self._in_thread(self._start))
         return await asyncio.shield(self._answer)
+
+    async def note(self) -> str:
+        """What the start is busy with, in words."""
+        return self._note
 
     async def lifetime(self) -> None:
         """Never returns: the caller learns of the process's death by the failure of this call."""
@@ -92,9 +97,12 @@ class WorkerActor:
     async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
 
+    def _set_note(self, note: str) -> None:
+        self._note = note
+
     def _start(self) -> str:
         try:
-            self._host = load_host(self._worker_host, self._config)
+            self._host = load_host(self._worker_host, self._config, self._set_note)
             return json.dumps({"record": dataclasses.asdict(self._host.start())})
         except PdserveError as err:
             log.exception("worker %s can not start", self._config.worker_id)
@@ -105,10 +113,11 @@ class WorkerActor:
             return json.dumps({"error": {"label": InternalError.label, "message": text}})
 
 
-def load_host(worker_host: str, config: WorkerConfig) -> Host:
-    """Makes the host named "module:Class"."""
+def load_host(worker_host: str, config: WorkerConfig, progress: Callable[[str], None]) -> Host:
+    """Makes the host named "module:Class". progress: takes a few words on what its start is busy with."""
     module, _, name = worker_host.partition(":")
-    host: Host = getattr(importlib.import_module(module), name)(config)
+    progress("loading libraries")
+    host: Host = getattr(importlib.import_module(module), name)(config, progress=progress)
     return host
 
 

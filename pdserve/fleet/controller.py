@@ -25,6 +25,7 @@ from pdserve.types import Role
 
 log = logging.getLogger("pdserve.fleet")
 
+NOTE_EVERY_S = 0.5
 _LOST = {"label": "worker_lost", "message": "the worker's process ended"}
 _LATE = {"label": "unavailable", "message": "the worker did not serve in time"}
 
@@ -144,8 +145,7 @@ class FleetController:
         self._actors[worker_id] = actor
         error = _LOST
         try:
-            answer = await asyncio.wait_for(_result(actor.start.remote()), self._spec.start_timeout_s)
-            reply = json.loads(answer)
+            reply = await self._started(worker_id, actor)
             if "record" in reply:
                 self._supervisor.serving(worker_id, reply["record"], time.monotonic())
                 await self._notify()
@@ -159,6 +159,22 @@ class FleetController:
             del self._actors[worker_id]
         await asyncio.to_thread(_kill, actor)
         await self._ended(worker_id, error)
+
+    async def _started(self, worker_id: str, actor: Any) -> dict[str, Any]:
+        """The answer to `start`; meanwhile the worker's notes are kept. Raises TimeoutError."""
+        answer = asyncio.ensure_future(_result(actor.start.remote()))
+        deadline = time.monotonic() + self._spec.start_timeout_s
+        while not answer.done() and time.monotonic() < deadline:
+            with contextlib.suppress(Exception):  # the answer tells what is wrong
+                note = await asyncio.wait_for(_result(actor.note.remote()), deadline - time.monotonic())
+                if self._supervisor.noted(worker_id, note):
+                    await self._notify()
+            await asyncio.wait({answer}, timeout=NOTE_EVERY_S)
+        if not answer.done():
+            answer.cancel()
+            raise TimeoutError
+        reply: dict[str, Any] = json.loads(answer.result())
+        return reply
 
     async def _retire(self, worker_id: str) -> None:
         await self._end(worker_id)

@@ -9,8 +9,9 @@ from typing import Any
 
 from pdserve.errors import BY_LABEL, ConfigError, InternalError, PdserveError, Unavailable
 from pdserve.fleet.controller import FleetController
+from pdserve.fleet.placement import remove_group
 from pdserve.fleet.spec import CONTROLLER_NAME, FleetSpec
-from pdserve.fleet.store import forget_wanted
+from pdserve.fleet.store import forget_wanted, running_workers
 from pdserve.types import Role
 
 Status = dict[str, Any]
@@ -95,17 +96,25 @@ class FleetHandle:
 
         Safe to call twice.
         """
-        import ray
-
         if self._over:
             return True
-        self._over = True
         try:
             patience = drain_timeout_s + CALL_TIMEOUT_S
-            return bool(self._get(self._controller.shutdown.remote(drain_timeout_s), patience))
+            drained = bool(self._get(self._controller.shutdown.remote(drain_timeout_s), patience))
         finally:
-            forget_wanted()
-            ray.kill(self._controller, no_restart=True)
+            # Also when the drain was cut short: workers are detached and would outlive us.
+            self._end()
+        self._over = True
+        return drained
+
+    def _end(self) -> None:
+        import ray
+
+        forget_wanted()
+        ray.kill(self._controller, no_restart=True)
+        for worker_id, _, actor in running_workers():
+            ray.kill(actor, no_restart=True)
+            remove_group(worker_id)
 
     def _get(self, ref: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         import ray

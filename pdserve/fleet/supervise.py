@@ -46,7 +46,7 @@ Command = Start | Retire
 
 @dataclass(slots=True, kw_only=True)
 class Slot:
-    """One worker's place. Times are `now` of the events; record is the worker's own account of itself."""
+    """One worker's place. Times are `now` of the events; record and note are the worker's own words."""
 
     worker_id: str
     role: Role
@@ -55,6 +55,7 @@ class Slot:
     start_at: float = 0.0
     failures: int = 0
     restarts: int = 0
+    note: str = ""
     record: Mapping[str, Any] | None = None
     error: Mapping[str, str] | None = None
 
@@ -95,6 +96,14 @@ class Supervisor:
         """When a waiting slot is to be started, or None."""
         waiting = [slot.start_at for slot in self.slots.values() if slot.state is SlotState.WAITING]
         return min(waiting, default=None)
+
+    def noted(self, worker_id: str, note: str) -> bool:
+        """A starting worker said what it does. True if that is news."""
+        slot = self.slots.get(worker_id)
+        if slot is None or slot.state is not SlotState.STARTING or slot.note == note:
+            return False
+        slot.note = note
+        return True
 
     def serving(self, worker_id: str, record: Mapping[str, Any], now: float) -> None:
         """A worker said that it serves."""
@@ -153,7 +162,7 @@ class Supervisor:
             self.slots[worker_id] = Slot(worker_id=worker_id, role=role, since=now, start_at=now)
 
     def _enter(self, slot: Slot, state: SlotState, now: float) -> None:
-        slot.state, slot.since = state, now
+        slot.state, slot.since, slot.note = state, now, ""
 
     def _backoff(self, failures: int) -> float:
         return min(self._max_backoff_s, self._min_backoff_s * 2.0 ** min(failures - 1, 30))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from pdserve.types import CapabilityRecord, ModelLimits, PeerRef, WorkerRecord
 class StandinHost:
     """The interface of WorkerHost. The model's name says what happens at start: fail, die, or serve."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, *, progress: Callable[[str], None]) -> None:
         self._config = config
+        progress("standing in")
 
     def start(self) -> WorkerRecord:
         """Notes the start in a file of the run directory, then does what the model's name says."""

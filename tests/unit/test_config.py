@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.cli.components import COMPONENTS
 from pdserve.config import ServeConfig, WorkerConfig, resolve
 from pdserve.config.codec import from_mapping
-from pdserve.config.components import COMPONENTS
 from pdserve.config.document import page
 from pdserve.config.fields import field_types, info_of, parse_size, show
 from pdserve.errors import ConfigError

@@ -1,0 +1,45 @@
+"""`pdserve fleet`: the controller and the workers alone, for routers that run elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from pdserve.cli.phases import Phases
+from pdserve.cli.stopping import StopSignals
+from pdserve.cli.workers import describe, ray_of, start_workers, wait_workers
+from pdserve.config import ServeConfig
+from pdserve.errors import ConfigError
+from pdserve.fleet.rundirs import run_directory
+from router.config import RouterConfig
+
+EXIT_OK, EXIT_INTERRUPTED = 0, 130
+
+
+def run(config: ServeConfig) -> int:
+    """Serves until a signal; returns the exit code. config: resolved. Raises PdserveError."""
+    if not config.routers:
+        raise ConfigError("routers: name the routers the workers are to join")
+    secret = RouterConfig(secret_file=config.secret_file).secret_bytes(os.environ).hex()
+    phases = Phases()
+    print(f"pdserve fleet: {config.model}, {describe(config.wanted())} workers", flush=True)
+    with StopSignals() as signals, contextlib.ExitStack() as stack:
+        try:
+            run_dir = stack.enter_context(run_directory("fleet"))
+            stack.enter_context(ray_of(config, phases))
+            fleet = start_workers(config, phases, secret=secret, routers=config.routers, run_dir=run_dir)
+            stack.callback(fleet.shutdown, 0.0)
+            wait_workers(fleet, config, phases)
+            print(f"ready after {phases.summary()}; Ctrl-C drains and stops", flush=True)
+            signals.serving()
+            signals.requested.wait()
+            signals.draining()
+            with phases.phase("drain", f"running requests have {config.drain_timeout_s:g} s"):
+                fleet.shutdown(config.drain_timeout_s)
+            code = EXIT_OK
+        except KeyboardInterrupt:
+            code = EXIT_INTERRUPTED
+        finally:
+            signals.ending()
+    phases.say("stopped")
+    return code

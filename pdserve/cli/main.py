@@ -1,0 +1,163 @@
+"""The `pdserve` command: names, options and exit codes. What a command does lies in a module of its own.
+
+Exit codes: 0 done; 1 a typed error, told in one line; 2 wrong usage or configuration; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdserve.cli.options import ConfigFile, settings_of
+from pdserve.config import Resolved, ServeConfig
+from pdserve.errors import ConfigError, InvalidRequest, PdserveError
+
+EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+app = typer.Typer(
+    help="Disaggregated prefill/decode serving for language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(help="Settings and where they come from.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+Address = Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="Address of the router.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+@settings_of(ServeConfig)
+def up(resolved: Resolved[ServeConfig], config: Path | None) -> None:
+    """Start everything on this machine (Ray, workers, router) and serve until Ctrl-C."""
+    from pdserve.cli.up import run
+
+    raise typer.Exit(run(resolved.config.resolved(), config))
+
+
+@app.command()
+@settings_of(ServeConfig)
+def fleet(resolved: Resolved[ServeConfig], config: Path | None) -> None:
+    """Start the workers alone, for routers that run elsewhere (--routers), until Ctrl-C."""
+    from pdserve.cli.fleet import run
+
+    raise typer.Exit(run(resolved.config.resolved()))
+
+
+def _router(resolved: Resolved[object], config: Path | None, parent: int = 0, ready_fd: int = -1) -> None:
+    """Start a router alone."""
+    from pdserve.cli.router import run
+
+    raise typer.Exit(run(resolved.config, parent, ready_fd))
+
+
+@config_app.command("show")
+@settings_of(ServeConfig)
+def config_show(resolved: Resolved[ServeConfig], config: Path | None, as_json: AsJson = False) -> None:
+    """Print every setting, its value and where the value came from."""
+    from pdserve.cli.config_show import run
+
+    run(resolved, as_json)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; - reads it from stdin.")] = None,
+    address: Address = "127.0.0.1:50051",
+    max_tokens: Annotated[int | None, typer.Option(help="Completion tokens at most.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 is off.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="1 is off.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="0 is off.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random choices.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")
+    ] = None,
+    chat: Annotated[bool, typer.Option(help="Send the prompt as a user's message of a chat.")] = False,
+    ignore_eos: Annotated[bool, typer.Option(help="Go on past the model's end token.")] = False,
+    no_prefix_cache: Annotated[bool, typer.Option(help="Neither use nor fill the prefix cache.")] = False,
+    deadline_s: Annotated[float | None, typer.Option(help="Seconds the request may take.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per request.")] = False,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE.jsonl", help="Many requests, one JSON object a line.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 8,
+) -> None:
+    """Generate text: one prompt, streamed, or a file of them."""
+    from pdserve.cli import generate as command
+
+    given = {
+        "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "seed": seed, "stop": tuple(stop or ()) or None, "ignore_eos": ignore_eos or None,
+        "no_prefix_cache": no_prefix_cache or None, "deadline_s": deadline_s,
+    }  # fmt: skip
+    options = {name: value for name, value in given.items() if value is not None}
+    if prompts is not None:
+        if prompt is not None:
+            raise ConfigError("prompts: give a prompt or a file of them, not both")
+        raise typer.Exit(command.run_many(prompts, address, options, concurrency))
+    raise typer.Exit(command.run_one(prompt, address, options, chat=chat, as_json=as_json))
+
+
+@app.command()
+def chat(
+    address: Address = "127.0.0.1:50051",
+    system: Annotated[str, typer.Option(help="System message of the conversation.")] = "",
+    max_tokens: Annotated[int, typer.Option(help="Tokens of one answer at most.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random choices.")] = None,
+) -> None:
+    """Talk with the model. Ctrl-C stops an answer, /reset forgets, /exit or Ctrl-D ends."""
+    from pdserve.cli.chat import run
+
+    raise typer.Exit(run(address, system, max_tokens, temperature, seed))
+
+
+@app.command()
+def status(address: Address = "127.0.0.1:50051", as_json: AsJson = False) -> None:
+    """Show workers, roles, incarnations, load and page pools, as the router sees them."""
+    from pdserve.cli.status import run
+
+    run(address, as_json)
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of pdserve and of what it runs on."""
+    from pdserve.cli.version import run
+
+    run()
+
+
+def _add_router() -> None:
+    """The router's options come from its own settings, whose module is only loaded when they are needed."""
+    from router.config import RouterConfig
+
+    hidden_int = Annotated[int, typer.Option(hidden=True)]
+    _router.__annotations__.update(parent=hidden_int, ready_fd=hidden_int)
+    app.command("router")(settings_of(RouterConfig, "router")(_router))
+
+
+def main() -> None:
+    """Entry point. Never shows a traceback for an error that has a sentence."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    _add_router()
+    try:
+        app(prog_name="pdserve")
+    except PdserveError as err:
+        print(f"error: {err.label}: {err.message}", file=sys.stderr)
+        usage = isinstance(err, ConfigError | InvalidRequest)
+        raise SystemExit(EXIT_USAGE if usage else EXIT_ERROR) from None
+    except BrokenPipeError:
+        raise SystemExit(EXIT_ERROR) from None
+    except KeyboardInterrupt:
+        raise SystemExit(EXIT_INTERRUPTED) from None
+
+
+__all__ = ["ConfigFile", "app", "main"]

@@ -1,0 +1,71 @@
+"""`pdserve status`: the router's view of its fleet, as tables or as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from pdserve.client import Client, FleetStatus, WorkerStatus
+
+COLUMNS = (
+    "worker", "role", "incarnation", "pid", "state", "running", "waiting", "outstanding", "pages",
+    "free", "evictable", "held", "quarantined", "age",
+)  # fmt: skip
+
+
+def run(address: str, as_json: bool) -> None:
+    """Asks the router and prints. Raises PdserveError."""
+    with Client(address) as client:
+        status = client.get_status()
+    if as_json:
+        print(json.dumps(dataclasses.asdict(status), indent=2))
+        return
+    _table(status)
+
+
+def _table(status: FleetStatus) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    state = "draining" if status.draining else "serving"
+    print(
+        f"router {status.router_id}: {state} for {status.uptime_s:.0f} s, {status.queued} queued, "
+        f"{status.running} running"
+    )
+    table = Table(*COLUMNS, box=None)
+    for worker in status.workers:
+        table.add_row(*_row(worker))
+    console = Console()
+    console = Console(width=console.width if console.is_terminal else 200)
+    console.print(table)
+    for problem in status.pairing_problems:
+        print(f"problem: {problem}")
+
+
+def _row(worker: WorkerStatus) -> tuple[str, ...]:
+    record, load = worker.record, worker.load
+    held = load.num_pages - load.free_pages - load.evictable_pages - load.quarantined_pages
+    return (
+        record.peer.worker_id,
+        str(record.role),
+        f"{record.peer.incarnation:016x}",
+        str(record.pid),
+        _state(worker),
+        str(load.num_running),
+        f"{load.num_waiting} ({load.waiting_tokens} tok)",
+        f"{worker.outstanding_requests} ({worker.outstanding_tokens} tok)",
+        f"{load.num_pages} x {record.page_size} tok",
+        str(load.free_pages),
+        str(load.evictable_pages),
+        str(held),
+        str(load.quarantined_pages),
+        f"{worker.heartbeat_age_s:.1f} s",
+    )
+
+
+def _state(worker: WorkerStatus) -> str:
+    if worker.suspect:
+        return "suspect"
+    if worker.load.draining:
+        return "draining"
+    return "ready" if worker.load.ready else "not ready"

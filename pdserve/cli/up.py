@@ -1,0 +1,108 @@
+"""`pdserve up`: Ray, workers and router on this machine, until told to stop; then nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from pathlib import Path
+
+from pdserve.cli.phases import Phases, warn
+from pdserve.cli.router_child import RouterChild, router_arguments
+from pdserve.cli.stopping import StopSignals
+from pdserve.cli.workers import describe, ray_of, start_workers, wait_workers
+from pdserve.client import Client
+from pdserve.config import ServeConfig
+from pdserve.config.serve import advertised
+from pdserve.errors import Unavailable
+from pdserve.fleet.handle import FleetHandle
+from pdserve.fleet.rundirs import run_directory
+
+EXIT_OK, EXIT_ROUTER_LOST, EXIT_INTERRUPTED = 0, 1, 130
+WATCH_S = 0.5
+
+
+def run(config: ServeConfig, file: Path | None) -> int:
+    """Serves until a signal; returns the exit code. config: resolved. Raises PdserveError."""
+    phases = Phases()
+    print(f"pdserve: {config.model} in {config.dtype}, {describe(config.wanted())} workers", flush=True)
+    if config.insecure:
+        warn("insecure: listeners beyond loopback have neither TLS nor a login")
+    secret = secrets.token_hex(32)
+    with StopSignals() as signals, contextlib.ExitStack() as stack:
+        try:
+            router, fleet = _start(config, file, phases, secret, stack)
+            _ready(router, config, phases)
+            signals.serving()
+            code = _serve(router, signals)
+            signals.draining()
+            _stop(router, fleet, config, phases)
+        except KeyboardInterrupt:
+            phases.say("interrupted: ending everything now")
+            code = EXIT_INTERRUPTED
+        finally:
+            signals.ending()
+    phases.say("stopped; nothing is left running")
+    return code
+
+
+def _start(
+    config: ServeConfig, file: Path | None, phases: Phases, secret: str, stack: contextlib.ExitStack
+) -> tuple[RouterChild, FleetHandle]:
+    """Starts all parts. What has been started is ended by the stack, whatever happens."""
+    run_dir = stack.enter_context(run_directory("up"))
+    with phases.phase("router", f"starting on {config.host}:{config.port}"):
+        router = RouterChild.start(router_arguments(config, file), secret)
+    stack.callback(router.kill)
+    stack.enter_context(ray_of(config, phases))
+    routers = (advertised(router.address),)
+    fleet = start_workers(config, phases, secret=secret, routers=routers, run_dir=run_dir)
+    stack.callback(fleet.shutdown, 0.0)
+    wait_workers(fleet, config, phases)
+    with phases.phase("join", "waiting until the router has met every worker"):
+        _wait_met(router.address, sum(config.wanted().values()), config.start_timeout_s)
+    return router, fleet
+
+
+def _wait_met(address: str, count: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    with Client(address) as client:
+        while True:
+            status = client.get_status()
+            if sum(not worker.suspect for worker in status.workers) >= count:
+                return
+            if time.monotonic() > deadline:
+                raise Unavailable("the workers serve, but the router has not met them all")
+            time.sleep(0.05)
+
+
+def _ready(router: RouterChild, config: ServeConfig, phases: Phases) -> None:
+    flag = "" if config.port == 50051 else f" --address {router.address}"
+    metrics = (
+        f"metrics on http://{config.host}:{router.metrics_port}/metrics; " if router.metrics_port else ""
+    )
+    print(
+        f"ready on {router.address} after {phases.summary()}\n"
+        f'  try:  pdserve generate "The capital of France is" --max-tokens 32{flag}\n'
+        f"        pdserve chat{flag}\n"
+        f"  {metrics}Ctrl-C drains and stops",
+        flush=True,
+    )
+
+
+def _serve(router: RouterChild, signals: StopSignals) -> int:
+    while not signals.requested.wait(WATCH_S):
+        if not router.alive():
+            warn("the router ended by itself; stopping everything")
+            return EXIT_ROUTER_LOST
+    return EXIT_OK
+
+
+def _stop(router: RouterChild, fleet: FleetHandle, config: ServeConfig, phases: Phases) -> None:
+    """The router first: no new requests, running ones finish. Then the workers, idle by now."""
+    with phases.phase(
+        "drain", f"no new requests; running ones have {config.drain_timeout_s:g} s (Ctrl-C: none)"
+    ):
+        if router.alive() and not router.drain(config.drain_timeout_s):
+            warn("some requests were cut off")
+        fleet.shutdown(config.drain_timeout_s)

@@ -1,0 +1,69 @@
+"""What `pdserve up` and `pdserve fleet` share: Ray, the controller and the workers, with progress."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from pdserve.cli.phases import Phases
+from pdserve.config import ServeConfig
+from pdserve.fleet.cluster import joined_ray, local_ray
+from pdserve.fleet.handle import FleetHandle, Status
+from pdserve.fleet.spec import FleetSpec
+from pdserve.types import Role
+
+
+@contextlib.contextmanager
+def ray_of(config: ServeConfig, phases: Phases) -> Iterator[None]:
+    """A local Ray of ours, or the cluster that was named."""
+    with contextlib.ExitStack() as stack:
+        doing = "joining the cluster" if config.ray_address else "starting a local head, on loopback only"
+        with phases.phase("ray", doing):
+            stack.enter_context(joined_ray(config.ray_address) if config.ray_address else local_ray())
+        yield
+
+
+def start_workers(
+    config: ServeConfig, phases: Phases, *, secret: str, routers: tuple[str, ...], run_dir: Path
+) -> FleetHandle:
+    """Starts the controller. The workers come up on their own; see `wait_workers`."""
+    # Workers on other machines make a directory of their own.
+    directory = "" if config.ray_address else str(run_dir)
+    spec = FleetSpec(
+        wanted=config.wanted(),
+        templates={
+            role: config.worker(role, secret=secret, routers=routers, run_dir=directory) for role in Role
+        },
+        start_timeout_s=config.start_timeout_s,
+        drain_timeout_s=config.drain_timeout_s,
+    )
+    return FleetHandle.start(spec)
+
+
+def wait_workers(handle: FleetHandle, config: ServeConfig, phases: Phases) -> Status:
+    """Returns when all workers serve; tells what they are doing meanwhile. Raises their errors."""
+    told: dict[str, str] = {}
+
+    def on_change(status: Status) -> None:
+        for slot in status["workers"]:
+            text = _doing(slot)
+            if told.get(slot["worker_id"]) != text:
+                told[slot["worker_id"]] = text
+                phases.say(f"  {slot['worker_id']}: {text}")
+        phases.tick("  still starting")
+
+    with phases.phase("workers", f"starting {describe(config.wanted())}"):
+        return handle.wait_serving(config.start_timeout_s, on_change)
+
+
+def describe(wanted: dict[Role, int]) -> str:
+    """Such as "1 prefill + 2 decode"."""
+    return " + ".join(f"{count} {role}" for role, count in wanted.items())
+
+
+def _doing(slot: dict[str, object]) -> str:
+    error = slot["error"]
+    if slot["state"] == "waiting" and isinstance(error, dict):
+        return f"failed, trying again: {error['message']}"
+    return f"{slot['state']}, {slot['note']}" if slot["note"] else str(slot["state"])
