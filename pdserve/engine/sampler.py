@@ -23,6 +23,7 @@ from pdserve.types import SamplingParams
 FloatRow = npt.NDArray[np.float32]
 Weights = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
+_MASK64 = (1 << 64) - 1
 _BLOCK = 256
 _FIRST_GUESS = 1024
 
@@ -37,8 +38,8 @@ class Draw:
 
 def uniform(seed: int, counter: int) -> float:
     """The uniform number in [0, 1) that belongs to (seed, counter); 53 bits."""
-    mask = (1 << 64) - 1
-    philox = np.random.Philox(key=[seed & mask, 0], counter=[counter & mask, 0, 0, 0])
+    key = np.array([seed & _MASK64, 0], np.uint64)  # a list would pass large seeds through float64
+    philox = np.random.Philox(key=key, counter=np.array([counter & _MASK64, 0, 0, 0], np.uint64))
     return float(int(philox.random_raw()) >> 11) * 2.0**-53
 
 
