@@ -1,4 +1,4 @@
-"""The router when decode workers break, lie, fall silent, leave or return, and when too much is asked of it."""
+"""The router when decode workers break, lie, fall silent, leave or return, and when it is overloaded."""
 
 from __future__ import annotations
 

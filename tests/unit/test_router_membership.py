@@ -69,8 +69,11 @@ def test_a_broken_stream_makes_suspect_until_the_next_heartbeat_and_releases_not
 def test_the_same_incarnation_may_register_again_even_after_it_was_lost() -> None:
     membership = joined(record(1))
     membership.broken("w", 1)
-    again = membership.register(record(1), 1001.0, 1.0)
+    again = membership.register(record(1), 1000.5, 1.0)
     assert (again.problem, again.replaced) == (None, None)
+    member = membership.member("w", 1)
+    assert member is not None
+    assert member.its_time(1.0) == 1001.0  # this reading of its clock came late, the first did not
     assert usable(membership, 1.0) == [1]
     assert tick_until(membership, 1.0, 11.0) == [1]
     assert membership.register(record(1), 1012.0, 12.0).problem is None
