@@ -9,7 +9,7 @@ import hashlib
 
 import torch
 
-from pdserve.kernels.kv_view import inner_layout
+from pdserve.kernels import native
 
 REVISION = 1
 """Raised when the model code changes its order of operations."""
@@ -18,12 +18,11 @@ REVISION = 1
 def numerics_id(*, dtype: str, deterministic: bool) -> str:
     """16 hex digits; equal only where a row is computed by the same operations in the same order.
 
-    Thread counts are not in it: every kernel's result is the same for any number of threads.
+    dtype: of weights and pages. Thread counts are not in it: no result depends on them.
     """
     parts = (
         f"model-{REVISION}",
-        dtype,
-        inner_layout(dtype),
+        native.numerics_id(dtype),
         "deterministic" if deterministic else "any",
         torch.__version__,
         torch.backends.cpu.get_cpu_capability(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-import torch
+from pdserve.kernels.native import set_num_threads
 
 
 def thread_count() -> int:
@@ -16,6 +16,5 @@ def thread_count() -> int:
 
 
 def apply_thread_count() -> None:
-    """Sets torch's thread count for the whole process."""
-    if torch.get_num_threads() != thread_count():
-        torch.set_num_threads(thread_count())
+    """Sets the thread count of the whole process. Results do not depend on it."""
+    set_num_threads(thread_count())
