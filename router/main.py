@@ -102,29 +102,32 @@ async def serve(
     ready_event is set, and on_listening called, when the sockets listen. Raises ConfigError.
     """
     stop = stop_event or asyncio.Event()
+    if handle_signals:
+        _on_signals(stop)
     router = Router(config)
     await router.start()
-    log.info("router listens on %s", router.address)
-    loop = asyncio.get_running_loop()
-    if handle_signals:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-    if ready_event is not None:
-        ready_event.set()
-    on_listening(router)
     try:
+        log.info("router listens on %s", router.address)
+        if ready_event is not None:
+            ready_event.set()
+        on_listening(router)
         await stop.wait()
         await _drain_or_second_signal(router, handle_signals)
     finally:
         await router.stop()
 
 
+def _on_signals(event: asyncio.Event) -> None:
+    """From now on SIGTERM and SIGINT set this event, and nothing else."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, event.set)
+
+
 async def _drain_or_second_signal(router: Router, handle_signals: bool) -> None:
     again = asyncio.Event()
     if handle_signals:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, again.set)
+        _on_signals(again)
     drain = asyncio.ensure_future(router.drain())
     hurry = asyncio.ensure_future(again.wait())
     await asyncio.wait({drain, hurry}, return_when=asyncio.FIRST_COMPLETED)
