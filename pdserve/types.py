@@ -106,7 +106,7 @@ class CapabilityRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRef:
-    """How to reach a worker: control is host:port of gRPC; shm a Unix socket path; tcp host:port of the data plane.
+    """How to reach a worker: control is host:port of gRPC, tcp that of the data plane; shm a Unix socket.
 
     shm and tcp are empty where the worker does not offer that transport.
     """
