@@ -1,0 +1,128 @@
+"""A router and workers as processes of their own, without Ray: quick to start, easy to kill.
+
+Real gRPC, real data plane, the default model in deterministic float32. Ray's part is tested in test_fleet*
+and test_up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc
+
+from pdserve.client import Client, FleetStatus
+from pdserve.config.worker import WorkerConfig
+from pdserve.rpc import convert
+from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc
+from pdserve.types import Role
+
+LIMIT_S = 90.0
+
+
+@dataclass
+class Stack:
+    """Processes by name; `address` is the router's."""
+
+    secret: str
+    address: str
+    router: subprocess.Popen[str]
+    base: WorkerConfig
+    workers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, roles: dict[Role, int], **settings: Any) -> Stack:
+        """A router and so many workers by role. settings: fields of WorkerConfig."""
+        secret = secrets.token_hex(32)
+        environ = {**os.environ, "PDSERVE_FLEET_SECRET": secret}
+        router = subprocess.Popen(
+            [sys.executable, "-m", "pdserve.cli", "router", "--port", "0", "--metrics-port", "0"],
+            stdout=subprocess.PIPE, text=True, env=environ,
+        )  # fmt: skip
+        assert router.stdout is not None
+        found = re.search(r"listens on (\S+)", router.stdout.readline())
+        assert found is not None
+        base = WorkerConfig(
+            worker_id="base", role=Role.DECODE, model="smollm2-135m-instruct", fleet_secret=secret,
+            dtype="float32", deterministic=True, num_pages=256, prefill_chunk_tokens=64, token_budget=128,
+            threads=2, routers=(found[1],),
+        )  # fmt: skip
+        stack = cls(secret, found[1], router, replace(base, **settings))
+        names = [(f"{role}-{i}", role) for role, count in roles.items() for i in range(count)]
+        for name, role in names:
+            stack.launch(name, role)
+        for name, _ in names:
+            stack.wait_started(name)
+        stack.until(lambda status: len(usable(status)) == len(names))
+        return stack
+
+    def launch(self, name: str, role: Role) -> None:
+        """Starts a worker process; see wait_started."""
+        environ = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pdserve.worker"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ,
+        )  # fmt: skip
+        assert process.stdin is not None
+        process.stdin.write(replace(self.base, worker_id=name, role=role).to_json().encode())
+        process.stdin.close()
+        self.workers[name] = process
+
+    def wait_started(self, name: str) -> None:
+        """Returns when the worker serves."""
+        stdout = self.workers[name].stdout
+        assert stdout is not None
+        assert json.loads(stdout.readline())["worker_id"] == name
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, and waits for the end."""
+        process = self.workers.pop(name)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    def client(self) -> Client:
+        return Client(self.address)
+
+    def until(self, wanted: Callable[[FleetStatus], bool]) -> FleetStatus:
+        """Asks the router until its status is as wanted."""
+        end = time.monotonic() + LIMIT_S
+        with self.client() as client:
+            while not wanted(status := client.get_status()):
+                assert time.monotonic() < end, status
+        return status
+
+    def until_idle(self) -> None:
+        """Waits until no worker holds anything: every page is free or evictable, and states add up."""
+        with self.client() as client:
+            addresses = [w.record.peer.control for w in client.get_status().workers if not w.suspect]
+        end = time.monotonic() + LIMIT_S
+        for address in addresses:
+            with grpc.insecure_channel(address) as channel:
+                stub = cluster_pb2_grpc.WorkerServiceStub(channel)
+                while True:
+                    answer = stub.GetWorkerStatus(cluster_pb2.GetWorkerStatusRequest(), timeout=LIMIT_S)
+                    state = convert.worker_state_from_pb(answer)
+                    assert not state.integrity_problem
+                    if state.idle:
+                        break
+                    assert time.monotonic() < end, state
+
+    def stop(self) -> None:
+        """Ends all processes."""
+        for process in [*self.workers.values(), self.router]:
+            process.kill()
+            process.wait()
+
+
+def usable(status: FleetStatus) -> list[str]:
+    """Names of the workers that get work."""
+    return [w.record.peer.worker_id for w in status.workers if not w.suspect and w.load.ready]
