@@ -55,6 +55,15 @@ def latency(batches: Sequence[TokenTimes]) -> dict[str, float | None]:
     return out
 
 
+NO_CHANCE = 0.8
+
+
+def too_slow(warm_up: Mapping[str, float], family: Mapping[str, str]) -> set[str]:
+    """Variants whose warm-up was so far behind their engine's best one that measuring them tells nothing."""
+    best = {e: max(warm_up[name] for name in family if family[name] == e) for e in set(family.values())}
+    return {name for name, engine in family.items() if warm_up[name] < NO_CHANCE * best[engine]}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     """One case's result. values: per system, one value per pair. family: of each peer system, its engine."""
@@ -98,7 +107,7 @@ class Line:
             "ratios": disaggregated,
             "ratios_aggregated": aggregated,
             "peer_variant": best,
-            "all_variants": {system: middle(values) for system, values in self.values.items()},
+            "all_variants": {system: middle(values) for system, values in self.values.items() if values},
             "pairs": len(self.ours),
             "samples": {
                 "ours": rounded(self.ours),

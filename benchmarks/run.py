@@ -17,7 +17,8 @@ from benchmarks.files import write
 from benchmarks.machine import machine, now, us
 from benchmarks.peers.specs import ENGINES, Engine
 from benchmarks.show import table
-from benchmarks.turns import Bench, console, measure, say, start
+from benchmarks.systems import Bench, console, say, start
+from benchmarks.trial import Trial
 
 
 def _say_who(bench: Bench) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def main(
         with Progress(*columns, console=console) as progress:
             task = progress.add_task("", total=total)
             for case in chosen:
-                lines.append(measure(bench, case, prompts, progress, task))
+                lines.append(Trial(bench, case, prompts, progress, task).measure())
                 progress.console.print(table(lines[-1:], [engine.name for engine in engines]))
     about = {
         "versions": {"ours": us()},

@@ -17,8 +17,8 @@ def table(lines: Lines, engines: Sequence[str]) -> Table:
         title=f"medians of {max(line['pairs'] for line in lines)} pairs; ratios are medians of paired ratios"
     )
     out.add_column("case", no_wrap=True)
-    ratios = ("ours to\nbest peer", "aggregated\nto best peer", "ours to\naggregated")
-    for column in ("ours", "ours\naggregated", *engines, *ratios):
+    ratios = ("ours /\nbest", "aggr. /\nbest", "ours /\naggr.")
+    for column in ("ours", "aggregated", *engines, *ratios):
         out.add_column(column, justify="right")
     for line in lines:
         peers = [_peer(line, engine) for engine in engines]
@@ -62,7 +62,7 @@ def plot(lines: Lines, engines: Sequence[str], target: Path) -> None:
 
 
 def _panel(axis: Any, line: Mapping[str, Any], engines: Sequence[str]) -> None:
-    bars = [("ours\n1P+1D", "ours", "#1f6fb2"), ("ours\naggregated", "ours_aggregated", "#7fb2dd")]
+    bars = [("ours\n1P+1D", "ours", "#1f6fb2"), ("aggregated", "ours_aggregated", "#7fb2dd")]
     grey = ("#8c8c8c", "#a8a8a8", "#c4c4c4")
     for number, engine in enumerate(engines):
         if variant := line["peer_variant"].get(engine):

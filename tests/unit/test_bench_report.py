@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.cases import CASES, DECODE, PREFILL, THROUGHPUT, Case, Prompts
-from benchmarks.report import Line, latency, paired_ratio, percentile, value_of
+from benchmarks.report import Line, latency, paired_ratio, percentile, too_slow, value_of
 
 
 def case(metric: str, *, prompt: int = 100, output: int = 3, concurrency: int = 1) -> Case:
@@ -51,6 +51,13 @@ def test_a_peer_is_measured_by_its_best_variant_and_we_by_the_best_peer() -> Non
     assert found["peer_variant"] == {"a": "a fast", "b": "b"}
     assert found["ratio_to_best"] == 1.25
     assert found["ratio_to_own_aggregated"] == 1.0
+
+
+def test_only_variants_far_behind_their_own_engine_are_left_out() -> None:
+    warm_up = {"ours": 1.0, "a x": 79.0, "a y": 100.0, "a z": 81.0, "b x": 5.0}
+    family = {"a x": "a", "a y": "a", "a z": "a", "b x": "b"}
+    assert too_slow(warm_up, family) == {"a x"}
+    assert too_slow({}, {}) == set()
 
 
 def test_lines_without_peers_or_without_ours_have_no_ratio() -> None:
