@@ -1,5 +1,5 @@
 # The two commands of the README (serve, test) and what CI runs. Everything happens inside .venv.
-PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+# PYTHON=/path/to/python3.12 names the interpreter; without it the first of python3, 3.12, 3.11 that fits.
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -19,7 +19,7 @@ help:
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt scripts/install.sh
-	@bash scripts/install.sh "$(PYTHON)" "$(STAMP)"
+	@bash scripts/install.sh "$(STAMP)" $(PYTHON)
 
 serve: $(STAMP)
 	@exec $(BIN)/pdserve up $(ARGS)

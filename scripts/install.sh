@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Makes .venv with everything `pdserve` needs, pinned. Called by `make install`; safe to run again at any time.
-# usage: scripts/install.sh PYTHON STAMP
+# usage: scripts/install.sh STAMP [PYTHON]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-python="$1" stamp="$2" venv=.venv
+stamp="$1" asked="${2:-}" venv=.venv
 torch_version="$(sed -n 's/^torch==//p' constraints.txt)"
 
 step() { printf '\n[install %3ds] %s\n' "$SECONDS" "$1"; }
@@ -14,9 +14,14 @@ has_torch() {
 sys.exit(v('torch').split('+')[0] != '$torch_version')" 2>/dev/null
 }
 
-if [ -x "$venv/bin/python" ] && has_python "$venv/bin/python"; then
-  python="$venv/bin/python"
-fi
+# A name on the path may be a shim that runs nothing: only what answers counts.
+python="${asked:-python3}"
+for candidate in "$venv/bin/python" ${asked:-python3 python3.12 python3.11}; do
+  if has_python "$candidate"; then
+    python="$candidate"
+    break
+  fi
+done
 "$python" scripts/check_platform.py
 
 if [ "$python" != "$venv/bin/python" ]; then
