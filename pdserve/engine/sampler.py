@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from pdserve.types import SamplingParams
 FloatRow = npt.NDArray[np.float32]
 Weights = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
+Row = TypeVar("Row", FloatRow, Weights)
 _MASK64 = (1 << 64) - 1
 _BLOCK = 256
 _FIRST_GUESS = 1024
@@ -78,43 +80,46 @@ def _last_positive(weights_C: Weights, index: int) -> int:
 def candidates(row_V: FloatRow, params: SamplingParams) -> tuple[Ids, Weights]:
     """Tokens that pass the filters, and their probabilities up to a common factor.
 
-    Ids come in ascending order, or by falling probability where top-k or top-p sorted them.
+    Ids come in ascending order, or by falling probability where top-p sorted them.
     """
     with np.errstate(over="ignore"):  # a tiny temperature: everything but the best becomes 0
         weights_V = np.exp((row_V.astype(np.float64) - row_V.max()) / params.temperature)
     ids_C: Ids = np.arange(weights_V.size)
     if 0 < params.top_k < weights_V.size:
-        ids_C = _top_k(weights_V, params.top_k)
+        ids_C = _top_k(row_V, params.top_k)
+    weights_C = _at(weights_V, ids_C)
     if params.top_p < 1.0:
-        ids_C = _top_p(weights_V, ids_C, params.top_p)
-    weights_C = weights_V[ids_C]
+        order = _top_p(_at(row_V, ids_C), weights_C, params.top_p)
+        ids_C, weights_C = ids_C[order], weights_C[order]
     if params.min_p > 0.0:
         keep = weights_C >= params.min_p * weights_C.max()
         ids_C, weights_C = ids_C[keep], weights_C[keep]
     return ids_C, weights_C
 
 
-def _top_k(weights_V: Weights, k: int) -> Ids:
-    kth = np.partition(weights_V, weights_V.size - k)[weights_V.size - k]
-    return np.flatnonzero(weights_V >= kth)
+def _at(values_V: Row, ids_C: Ids) -> Row:
+    """values[ids] for ascending ids, without the copy where they are all ids."""
+    return values_V if ids_C.size == values_V.size else values_V[ids_C]
 
 
-def _falling(weights_V: Weights, ids_C: Ids, count: int) -> Ids:
-    """The `count` heaviest of ids_C by falling weight, lower ids first among equals."""
-    if count < ids_C.size:
-        weights_C = weights_V[ids_C]
-        edge = np.partition(weights_C, ids_C.size - count)[ids_C.size - count]
-        ids_C = ids_C[weights_C >= edge]
-    return ids_C[np.argsort(-weights_V[ids_C], kind="stable")]
+def _top_k(row_V: FloatRow, k: int) -> Ids:
+    kth = np.partition(row_V, row_V.size - k)[row_V.size - k]
+    return np.flatnonzero(row_V >= kth)
 
 
-def _top_p(weights_V: Weights, ids_C: Ids, top_p: float) -> Ids:
-    """The heaviest tokens whose mass above them is under top_p of all; at least one. Sorts few first."""
-    limit = top_p * weights_V[ids_C].sum()
+def _falling(row_C: FloatRow, count: int) -> Ids:
+    """Indices of the `count` highest by falling logit, lower first among equals (and ties of the last)."""
+    index = np.arange(row_C.size) if count >= row_C.size else _top_k(row_C, count)
+    return index[np.argsort(-row_C[index], kind="stable")]
+
+
+def _top_p(row_C: FloatRow, weights_C: Weights, top_p: float) -> Ids:
+    """Indices of the heaviest whose mass above them is under top_p of all; at least one. Sorts few first."""
+    limit = top_p * weights_C.sum()
     count = _FIRST_GUESS
     while True:
-        order = _falling(weights_V, ids_C, count)
-        sums = weights_V[order].cumsum()
-        if sums[-1] >= limit or order.size == ids_C.size:
+        order = _falling(row_C, count)
+        sums = weights_C[order].cumsum()
+        if sums[-1] >= limit or order.size == row_C.size:
             return order[: max(1, int(np.searchsorted(sums, limit, side="left")) + 1)]
         count *= 8

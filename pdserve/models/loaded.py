@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,3 +27,7 @@ class LoadedModel:
     digest: str
     dtype: str
     limits: ModelLimits
+
+    def without_weights(self) -> LoadedModel:
+        """The same model without its weights, to keep when it has been built: the runner packs its own."""
+        return replace(self, weights={})

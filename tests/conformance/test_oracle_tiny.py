@@ -51,6 +51,7 @@ def assert_agrees(model: PreTrainedModel, driver: EngineDriver) -> None:
         assert driver.tokens[seq_id] == expected.argmax(dim=-1).tolist()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", tiny_models.VARIANTS)
 def test_logits_and_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
     model = tiny_models.VARIANTS[name]()

@@ -61,6 +61,7 @@ def page_bytes(pool: KVPool, pages: Sequence[int]) -> list[bytes]:
     return [bytes(pool.page_view(p)) for p in pages]
 
 
+@pytest.mark.smoke
 def test_logits_and_pages_do_not_depend_on_neighbours_or_chunks(model: LoadedModel) -> None:
     """Bit for bit, in both dtypes: alone at once, alone in pieces, and beside others on other pages."""
     prompt = tokens(75)

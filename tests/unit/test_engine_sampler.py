@@ -1,4 +1,4 @@
-"""Sampling: filters against transformers' own, frequencies against probabilities, Philox against its paper."""
+"""Sampling: filters against transformers, frequencies against probabilities, Philox against its paper."""
 
 from __future__ import annotations
 

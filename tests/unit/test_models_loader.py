@@ -43,6 +43,8 @@ def test_a_directory_brings_all_weights_in_the_wanted_type(directory: Path, dtyp
     assert loaded.limits == loaded.config.limits()
     assert loaded.tokenizer.end_token_ids == loaded.limits.end_token_ids == (257,)
     assert loaded.name == directory.name
+    assert loaded.without_weights().weights == {}
+    assert loaded.without_weights().digest == loaded.digest
 
 
 @pytest.mark.parametrize("make", [tiny_models.llama, tiny_models.qwen2, tiny_models.qwen3])
