@@ -83,6 +83,10 @@ class Fields:
             self.refuse(name, "must be a token id or a list of token ids")
         return tuple(listed)
 
+    def nested(self) -> bool:
+        """Whether any value is itself a mapping."""
+        return any(isinstance(value, dict) for value in self._values.values())
+
     def mapping(self, name: str) -> Fields:
         """A nested mapping (empty if missing). Raises ModelError for anything else."""
         value = self.raw(name)

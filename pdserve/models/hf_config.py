@@ -50,7 +50,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
         num_layers=sizes.layers,
         num_heads=sizes.heads,
-        num_kv_heads=fields.integer("num_key_value_heads", 1, MAX_HEADS, arch.num_kv_heads or sizes.heads),
+        num_kv_heads=_num_kv_heads(fields, arch, sizes.heads),
         head_dim=sizes.head_dim,
         max_context=_max_context(rope, sizes.positions),
         rms_norm_eps=fields.number("rms_norm_eps", 0, 1, 1e-6),
@@ -92,6 +92,12 @@ def _sizes(fields: Fields, arch: Architecture) -> _Sizes:
     )
 
 
+def _num_kv_heads(fields: Fields, arch: Architecture, heads: int) -> int:
+    """An absent count is the family's default, null means as many as query heads."""
+    absent = heads if fields.present("num_key_value_heads") else arch.num_kv_heads or heads
+    return fields.integer("num_key_value_heads", 1, MAX_HEADS, absent)
+
+
 def _windows(fields: Fields, arch: Architecture, num_layers: int) -> tuple[int, ...]:
     """Sliding windows by layer; an absent sliding_window has the family's default, null means none."""
     if arch.windowed == "none" or (
@@ -117,6 +123,8 @@ def _rope(fields: Fields, sizes: _Sizes) -> RopeConfig:
     """Reads `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (before)."""
     name = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
     scaling = fields.mapping(name)
+    if scaling.nested():
+        fields.refuse(name, "must be the same for all layers")
     theta = scaling if scaling.has("rope_theta") else fields
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind not in _SCALINGS:

@@ -44,6 +44,12 @@ def test_mistral_has_a_window_unless_it_is_null() -> None:
     assert read(**mistral, sliding_window=None).windows == (0,) * 4
 
 
+def test_absent_kv_heads_are_the_family_s_default_and_null_means_all_heads() -> None:
+    qwen3 = {"model_type": "qwen3", "architectures": None}
+    assert read(**qwen3, num_attention_heads=32).num_kv_heads == 32
+    assert read(**qwen3, num_key_value_heads=None).num_kv_heads == 4
+
+
 def test_qwen_windows_by_layer() -> None:
     assert read(**QWEN, sliding_window=9).windows == (0,) * 4
     windowed = {**QWEN, "use_sliding_window": True, "sliding_window": 9}
@@ -81,6 +87,7 @@ def test_qwen_has_biases_on_qkv_alone_and_qwen3_norms_on_heads() -> None:
         ({"eos_token_id": 100}, "outside its vocabulary"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "must be the same for all layers"),
         ({"rope_scaling": {"type": "su", "factor": 2}}, "rope_type must be one of default, linear"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor must be a number from 1"),
