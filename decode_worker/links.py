@@ -20,6 +20,7 @@ from kvtransfer.port import WorkerPort
 from pdserve.messages import Envelope, Renew, TransferMessage
 from pdserve.rpc import convert
 from pdserve.rpc.channel import open_channel
+from pdserve.rpc.fleet_auth import authenticated
 from pdserve.rpc.v1 import transfer_pb2, transfer_pb2_grpc
 from pdserve.types import PeerRef
 
@@ -91,10 +92,11 @@ class Link:
     async def _run(self) -> None:
         failures = 0
         channel = open_channel(self._peer.control)
+        secret = self._port.parts.context.secret
         try:
             while failures < FORGET_AFTER:
                 try:
-                    stub = transfer_pb2_grpc.TransferServiceStub(channel)
+                    stub = authenticated(transfer_pb2_grpc.TransferServiceStub(channel), secret)
                     async for response in stub.Exchange(self._requests()):
                         failures = 0
                         self._receive(convert.envelope_from_pb(response.envelope))

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.kvcache.manager import PageManager
-from pdserve.kvcache.prefix import content_keys, tail_key
-
 from kvtransfer.session.guard import RoleContext, cache_salt, sampling_room
 from pdserve.kvcache.allocator import Holder, HolderKind
+from pdserve.kvcache.manager import PageManager
+from pdserve.kvcache.prefix import content_keys, tail_key
 from pdserve.messages import Announce, Refusal, Refused, Reserve
 from pdserve.types import HandoverMode
 

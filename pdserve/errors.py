@@ -1,4 +1,4 @@
-"""The exception tree. Every error has one stable label and one gRPC status, the same in response, log and metric.
+"""The exception tree. Each error has one stable label and one gRPC status, in response, log and metric.
 
     PdserveError
     ├── InvalidRequest            INVALID_ARGUMENT     invalid_request (carries field violations)

@@ -41,14 +41,15 @@ class Hub:
         self.config = config
         self.router_id = secrets.token_hex(8)
         self.metrics = RouterMetrics()
-        self.roster = Roster(config, clock, self.router_id)
+        secret = config.secret_bytes()
+        self.roster = Roster(config, clock, self.router_id, secret)
         self._clock, self._started_at = clock, clock.now()
         self._tasks = Tasks()
         self._services = Services(
             roster=self.roster,
             dispatcher=Dispatcher(config, self.roster, clock),
             tasks=self._tasks,
-            tickets=TicketMint(secret=config.secret_bytes(), lease_s=config.lease_s),
+            tickets=TicketMint(secret=secret, lease_s=config.lease_s),
             metrics=self.metrics,
             clock=clock,
         )

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 from pdserve.rpc.channel import open_channel
+from pdserve.rpc.fleet_auth import authenticated
 from pdserve.rpc.v1 import cluster_pb2_grpc, decode_pb2_grpc, prefill_pb2_grpc
 from pdserve.types import WorkerRecord
 
@@ -13,12 +14,12 @@ from pdserve.types import WorkerRecord
 class WorkerLink:
     """The channel to one incarnation of a worker."""
 
-    def __init__(self, record: WorkerRecord) -> None:
+    def __init__(self, record: WorkerRecord, secret: bytes) -> None:
         self.record = record
         self._channel = open_channel(record.peer.control)
-        self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
-        self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
-        self.worker = cluster_pb2_grpc.WorkerServiceStub(self._channel)
+        self.decode = authenticated(decode_pb2_grpc.DecodeServiceStub(self._channel), secret)
+        self.prefill = authenticated(prefill_pb2_grpc.PrefillServiceStub(self._channel), secret)
+        self.worker = authenticated(cluster_pb2_grpc.WorkerServiceStub(self._channel), secret)
 
     async def close(self) -> None:
         """Ends all calls on it."""
@@ -28,14 +29,16 @@ class WorkerLink:
 class Links:
     """Links by incarnation. Owned by the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, secret: bytes) -> None:
+        """secret: the fleet's."""
+        self._secret = secret
         self._links: dict[int, WorkerLink] = {}
 
     def open(self, record: WorkerRecord) -> WorkerLink:
         """The link to this incarnation; a new one if there is none. Its address never changes."""
         link = self._links.get(record.peer.incarnation)
         if link is None:
-            link = self._links[record.peer.incarnation] = WorkerLink(record)
+            link = self._links[record.peer.incarnation] = WorkerLink(record, self._secret)
         return link
 
     def get(self, incarnation: int) -> WorkerLink | None:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 
 from pdserve.clock import Clock, MonotonicClock
+from pdserve.rpc.fleet_auth import FleetGuard
 from pdserve.rpc.server import RpcServer, ServerOptions
 from pdserve.rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc
 from router.config import RouterConfig
@@ -31,7 +32,8 @@ class Router:
                 port=config.port,
                 insecure=config.insecure,
                 reflection=config.reflection,
-            )
+            ),
+            interceptors=[FleetGuard(config.secret_bytes())],
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(self.hub), self._rpc.server

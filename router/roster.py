@@ -33,12 +33,13 @@ class Roster:
     router's readiness may have changed.
     """
 
-    def __init__(self, config: RouterConfig, clock: Clock, router_id: str) -> None:
+    def __init__(self, config: RouterConfig, clock: Clock, router_id: str, secret: bytes) -> None:
+        """secret: the fleet's."""
         self._config, self._clock, self._router_id = config, clock, router_id
         self._membership = Membership(
             MembershipConfig(suspect_after_s=config.suspect_after_s, lost_after_s=config.heartbeat_timeout_s)
         )
-        self.links = Links()
+        self.links = Links(secret)
         self.model: ServedModel | None = None
         self.on_lost: Callable[[int], None] = lambda incarnation: None
         self.on_change: Callable[[], None] = lambda: None

@@ -12,6 +12,7 @@ import grpc.aio
 from pdserve.rpc import convert
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.convert import Heartbeat, JoinEvent, Leave, Register
+from pdserve.rpc.fleet_auth import authenticated
 from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc
 from pdserve.types import WorkerLoad, WorkerRecord
 
@@ -26,8 +27,10 @@ class Membership:
     """Keeps this worker registered with every router. Control thread only."""
 
     def __init__(
-        self, routers: tuple[str, ...], record: WorkerRecord, load: Callable[[], WorkerLoad]
+        self, routers: tuple[str, ...], secret: bytes, record: WorkerRecord, load: Callable[[], WorkerLoad]
     ) -> None:
+        """secret: the fleet's."""
+        self._secret = secret
         self._routers = routers
         self._record = record
         self._load = load
@@ -55,7 +58,7 @@ class Membership:
         try:
             while not self._leaving.is_set():
                 try:
-                    stub = cluster_pb2_grpc.ClusterServiceStub(channel)
+                    stub = authenticated(cluster_pb2_grpc.ClusterServiceStub(channel), self._secret)
                     async for response in stub.Join(self._events()):
                         self._on_answer(address, convert.join_answer_from_pb(response))
                         delay = FIRST_RETRY_S

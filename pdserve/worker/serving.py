@@ -16,6 +16,7 @@ from typing import Any
 from kvtransfer.port import RoleDriver
 from pdserve.kvcache.allocator import PageState
 from pdserve.rpc.convert import WorkerState
+from pdserve.rpc.fleet_auth import FleetGuard
 from pdserve.rpc.server import RpcServer, ServerOptions, is_loopback
 from pdserve.rpc.v1 import cluster_pb2_grpc
 from pdserve.types import PeerRef, WorkerLoad, WorkerRecord
@@ -47,13 +48,14 @@ class Serving:
         options = ServerOptions(
             host=parts.host, insecure=not is_loopback(parts.host), max_message_bytes=MAX_MESSAGE_BYTES
         )
-        self._server = RpcServer(options)
+        self._server = RpcServer(options, interceptors=[FleetGuard(parts.context.secret)])
         self._membership: Membership | None = None
         self._draining = False
         self.record: WorkerRecord = self._record("", {})
 
     async def start(self) -> None:
         """Listens, opens the data plane and dials the routers."""
+        parts = self._engine.parts
         names = [name for role in self._roles for name in role.services(self._server)]
         servicer = WorkerServicer(self._engine.model.tokenizer, self.state, self.drain)
         cluster_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self._server.server)
@@ -62,7 +64,9 @@ class Serving:
         for role in self._roles:
             endpoints |= await role.start(self._server.address)
         self.record = self._record(self._server.address, endpoints)
-        self._membership = Membership(self._engine.config.routers, self.record, self.load)
+        self._membership = Membership(
+            self._engine.config.routers, parts.context.secret, self.record, self.load
+        )
         self._membership.start()
 
     async def drain(self, timeout_s: float) -> int:

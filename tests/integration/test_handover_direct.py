@@ -123,7 +123,7 @@ class TestHandover:
 class TestCancel:
     async def test_while_waiting_for_the_other_half(self, fleet: dx.Direct) -> None:
         half = dx.prefill(fleet.ask(prompt(10, 64)))
-        await dx.until(fleet.p, lambda s: not s.idle)
+        await dx.until(fleet, fleet.p, lambda s: not s.idle)
         half.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await half
@@ -134,7 +134,7 @@ class TestCancel:
     async def test_in_a_prefill_chunk(self, fleet: dx.Direct) -> None:
         ask = fleet.ask(prompt(12, LONG), use_prefix_cache=False)
         call, half = dx.reserve(ask), dx.prefill(ask)
-        await dx.until(fleet.p, lambda s: s.load.num_running > 0)
+        await dx.until(fleet, fleet.p, lambda s: s.load.num_running > 0)
         await call.close()
         half.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -147,7 +147,7 @@ class TestCancel:
                 return  # a read from shared memory is a copy: it can not stand still
             ask = fleet.ask(prompt(13, 64), prefill_as=stalled)
             call, half = dx.reserve(ask), dx.prefill(ask)
-            await dx.until(fleet.d, lambda s: s.load.filling_pages > 0)
+            await dx.until(fleet, fleet.d, lambda s: s.load.filling_pages > 0)
             await call.close()
             done = await half
             assert isinstance(done, Prefilled)
@@ -191,7 +191,7 @@ class TestRefusals:
     async def test_a_request_for_an_earlier_incarnation(self, shm: dx.Direct) -> None:
         ask = shm.ask(prompt(30, 20))
         message = replace(ask.reserve_message(), receiver_incarnation=5)
-        call = dx.Reserving(dx.open_channel(shm.d.control), message)
+        call = dx.Reserving(shm, message)
         refused = await call.next()
         assert isinstance(refused, Refused)
         assert refused.reason is Refusal.STALE_INCARNATION
@@ -200,7 +200,7 @@ class TestRefusals:
     async def test_a_ticket_of_another_fleet(self, shm: dx.Direct) -> None:
         ask = shm.ask(prompt(31, 20))
         message = replace(ask.reserve_message(), ticket=b"PDT1" + b"\0" * 60)
-        call = dx.Reserving(dx.open_channel(shm.d.control), message)
+        call = dx.Reserving(shm, message)
         refused = await call.next()
         assert isinstance(refused, Refused)
         assert refused.reason is Refusal.BAD_TICKET
@@ -217,7 +217,7 @@ class TestRefusals:
     async def test_a_cancel_that_overtakes_its_reserve(self, shm: dx.Direct) -> None:
         ask = shm.ask(prompt(33, 20))
         channel = dx.open_channel(shm.d.control)
-        stub = dx.decode_pb2_grpc.DecodeServiceStub(channel)
+        stub = dx.authenticated(dx.decode_pb2_grpc.DecodeServiceStub(channel), shm.secret)
         cancel = dx.decode_pb2.CancelDecodeRequest(
             key=dx.convert.key_to_pb(ask.key), receiver_incarnation=shm.d.incarnation
         )
@@ -250,7 +250,7 @@ class TestRefusals:
         call, half = dx.reserve(ask), dx.prefill(ask)
         await call.next()
         draining = asyncio.create_task(asyncio.to_thread(shm.decode.drain, 60.0))
-        await dx.until(shm.d, lambda s: s.load.draining)
+        await dx.until(shm, shm.d, lambda s: s.load.draining)
         late = dx.reserve(shm.ask(prompt(37, 20)))
         refused = await late.next()
         assert isinstance(refused, Refused)

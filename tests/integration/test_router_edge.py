@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.rpc import convert
 from pdserve.rpc.channel import open_channel
+from pdserve.rpc.fleet_auth import METADATA_KEY, authenticated, fleet_token
 from pdserve.rpc.server import RpcServer, ServerOptions, check_bind
 from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc, decode_pb2, decode_pb2_grpc, inference_pb2_grpc
 from pdserve.rpc.v1.inference_pb2 import GetStatusRequest
@@ -43,6 +44,8 @@ GARBAGE = {
     "pickle": b"\x80\x04\x95\x1e\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94",
     "noise": bytes((i * i * 31 + i) % 256 for i in range(20000)),
 }
+
+TOKEN = ((METADATA_KEY, fleet_token(SECRET)),)
 
 
 async def serves(running: Fleet) -> None:
@@ -77,7 +80,7 @@ async def test_requests_that_are_no_message_get_an_error() -> None:
             (f"/{INFERENCE}/Nothing", grpc.StatusCode.UNIMPLEMENTED),
             ("/Nobody/Nothing", grpc.StatusCode.UNIMPLEMENTED),
         ):
-            call: Any = channel.unary_stream(method)(b"\xff\xff\xff\xff")
+            call: Any = channel.unary_stream(method)(b"\xff\xff\xff\xff", metadata=TOKEN)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call.read()
             assert caught.value.code() is code
@@ -257,7 +260,7 @@ async def test_metrics_tell_latencies_outcomes_and_pages() -> None:
 async def test_a_join_stream_begins_with_register() -> None:
     async with fleet() as running:
         channel = open_channel(running.router.address)
-        stub: Any = cluster_pb2_grpc.ClusterServiceStub(channel)
+        stub: Any = authenticated(cluster_pb2_grpc.ClusterServiceStub(channel), SECRET)
         for first in (cluster_pb2.JoinRequest(heartbeat={}), cluster_pb2.JoinRequest()):
             call = stub.Join()
             await call.write(first)

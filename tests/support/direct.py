@@ -12,13 +12,12 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import grpc.aio
-
 from kvtransfer import ticket
 from pdserve.config.worker import WorkerConfig
 from pdserve.messages import Ended, Prefilled, PrefillRequest, Refused, Reserve, Reserved, Token
 from pdserve.rpc import convert
 from pdserve.rpc.channel import open_channel
+from pdserve.rpc.fleet_auth import authenticated
 from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from pdserve.types import HandoverMode, Key, PeerRef, Role, SamplingParams, WorkerRecord
 from pdserve.worker.host import WorkerHost
@@ -83,7 +82,7 @@ class Direct:
     async def until_idle(self, limit_s: float = 30.0) -> None:
         """Waits until no key lives and every page of both pools is free or evictable."""
         for peer in (self.p, self.d):
-            await until(peer, lambda state: state.idle and not state.integrity_problem, limit_s)
+            await until(self, peer, lambda state: state.idle and not state.integrity_problem, limit_s)
 
     def page_bytes(self, role: Role, keys: tuple[bytes, ...]) -> list[bytes]:
         """The bytes of published pages by content key, in order; fails if one is not in the cache."""
@@ -94,12 +93,12 @@ class Direct:
         return [bytes(engine.parts.pool.page_view(page)) for page in pages]
 
 
-async def until(peer: PeerRef, wanted: Callable[[Any], bool], limit_s: float = 30.0) -> None:
+async def until(direct: Direct, peer: PeerRef, wanted: Callable[[Any], bool], limit_s: float = 30.0) -> None:
     """Asks a worker for its state until it is as wanted. Fails at the limit (seconds)."""
     end = time.monotonic() + limit_s
     channel = open_channel(peer.control)
     try:
-        stub = cluster_pb2_grpc.WorkerServiceStub(channel)
+        stub = authenticated(cluster_pb2_grpc.WorkerServiceStub(channel), direct.secret)
         while True:
             answer = await stub.GetWorkerStatus(cluster_pb2.GetWorkerStatusRequest())
             state = convert.worker_state_from_pb(answer)
@@ -167,9 +166,9 @@ class Ask:
 class Reserving:
     """An open Reserve call and what came of it."""
 
-    def __init__(self, channel: grpc.aio.Channel, message: Reserve) -> None:
-        self._channel = channel
-        stub = decode_pb2_grpc.DecodeServiceStub(channel)
+    def __init__(self, direct: Direct, message: Reserve) -> None:
+        self._channel = open_channel(direct.d.control)
+        stub = authenticated(decode_pb2_grpc.DecodeServiceStub(self._channel), direct.secret)
         self.call = stub.Reserve(convert.reserve_to_pb(message))
         self.tokens: list[int] = []
         self.ended: Ended | None = None
@@ -200,7 +199,7 @@ class Reserving:
 
 def reserve(ask: Ask) -> Reserving:
     """Opens Reserve on the decode worker."""
-    return Reserving(open_channel(ask.direct.d.control), ask.reserve_message())
+    return Reserving(ask.direct, ask.reserve_message())
 
 
 def prefill(ask: Ask) -> asyncio.Task[Prefilled | Refused]:
@@ -209,7 +208,7 @@ def prefill(ask: Ask) -> asyncio.Task[Prefilled | Refused]:
     async def call() -> Prefilled | Refused:
         channel = open_channel(ask.direct.p.control)
         try:
-            stub = prefill_pb2_grpc.PrefillServiceStub(channel)
+            stub = authenticated(prefill_pb2_grpc.PrefillServiceStub(channel), ask.direct.secret)
             return convert.prefill_result_from_pb(
                 await stub.Prefill(convert.prefill_to_pb(ask.prefill_message()))
             )

@@ -32,6 +32,7 @@ from pdserve.messages import (
 )
 from pdserve.rpc import convert
 from pdserve.rpc.channel import open_channel
+from pdserve.rpc.fleet_auth import authenticated
 from pdserve.rpc.server import RpcServer, ServerOptions
 from pdserve.rpc.v1 import (
     cluster_pb2,
@@ -141,7 +142,8 @@ class FakeWorker(
         """Registers on a new Join stream."""
         if self._channel is None:
             self._channel = open_channel(address)
-        self._join = cluster_pb2_grpc.ClusterServiceStub(self._channel).Join()
+        stub = authenticated(cluster_pb2_grpc.ClusterServiceStub(self._channel), SECRET)
+        self._join = stub.Join()
         return await self._say(convert.Register(record=self.record, monotonic_s=monotonic_s))
 
     async def beat(self, load: WorkerLoad | None = None, monotonic_s: float = 1000.0) -> convert.JoinAnswer:

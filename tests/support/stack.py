@@ -23,6 +23,7 @@ import grpc
 from pdserve.client import Client, FleetStatus
 from pdserve.config.worker import WorkerConfig
 from pdserve.rpc import convert
+from pdserve.rpc.fleet_auth import authenticated
 from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc
 from pdserve.types import Role
 
@@ -107,7 +108,7 @@ class Stack:
         end = time.monotonic() + LIMIT_S
         for address in addresses:
             with grpc.insecure_channel(address) as channel:
-                stub = cluster_pb2_grpc.WorkerServiceStub(channel)
+                stub = authenticated(cluster_pb2_grpc.WorkerServiceStub(channel), bytes.fromhex(self.secret))
                 while True:
                     answer = stub.GetWorkerStatus(cluster_pb2.GetWorkerStatusRequest(), timeout=LIMIT_S)
                     state = convert.worker_state_from_pb(answer)
