@@ -22,6 +22,7 @@ for candidate in "$venv/bin/python" ${asked:-python3 python3.12 python3.11}; do
     break
   fi
 done
+command -v "$python" >/dev/null || { echo "pdserve needs Python 3.11 or 3.12, and $python is not there." >&2; exit 1; }
 "$python" scripts/check_platform.py
 
 if [ "$python" != "$venv/bin/python" ]; then
