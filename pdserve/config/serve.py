@@ -68,6 +68,12 @@ class ServeConfig:
     threads: int | None = setting(
         None, help="Compute threads of each worker. Auto: the CPUs we may use.", unit="threads", minimum=1
     )
+    prefill_nice: int = setting(
+        10,
+        help="Nice value of prefill workers, so that they give way to decode on the same cores.",
+        minimum=0,
+        maximum=19,
+    )
     host: str = setting("127.0.0.1", help="Address of the router; others than loopback need insecure.")
     port: int = setting(50051, help="gRPC port of the router; 0: any free one.", minimum=0, maximum=65535)
     metrics_port: int = setting(
@@ -148,7 +154,7 @@ class ServeConfig:
             routers=routers,
             run_dir=run_dir,
             threads=self.threads or 1,
-            nice=10 if role is Role.PREFILL and not self.ray_address else 0,
+            nice=self.prefill_nice if role is Role.PREFILL else 0,
             lease_s=self.lease_s,
         )
 
