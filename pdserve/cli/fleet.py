@@ -7,7 +7,7 @@ import os
 
 from pdserve.cli.phases import Phases
 from pdserve.cli.stopping import StopSignals
-from pdserve.cli.workers import describe, ray_of, start_workers, wait_workers
+from pdserve.cli.workers import describe, ray_of, start_workers, telling_logs, wait_workers
 from pdserve.config import ServeConfig
 from pdserve.errors import ConfigError
 from pdserve.fleet.rundirs import run_directory
@@ -26,10 +26,11 @@ def run(config: ServeConfig) -> int:
     with StopSignals() as signals, contextlib.ExitStack() as stack:
         try:
             run_dir = stack.enter_context(run_directory("fleet"))
-            stack.enter_context(ray_of(config, phases))
+            logs = stack.enter_context(ray_of(config, phases))
             fleet = start_workers(config, phases, secret=secret, routers=config.routers, run_dir=run_dir)
             stack.callback(fleet.shutdown, 0.0)
-            wait_workers(fleet, config, phases)
+            with telling_logs(logs):
+                wait_workers(fleet, config, phases)
             print(f"ready after {phases.summary()}; Ctrl-C drains and stops", flush=True)
             signals.serving()
             signals.requested.wait()

@@ -10,7 +10,7 @@ from pathlib import Path
 from pdserve.cli.phases import Phases, warn
 from pdserve.cli.router_child import RouterChild, router_arguments
 from pdserve.cli.stopping import StopSignals
-from pdserve.cli.workers import describe, ray_of, start_workers, wait_workers
+from pdserve.cli.workers import describe, ray_of, start_workers, telling_logs, wait_workers
 from pdserve.client import Client
 from pdserve.config import ServeConfig
 from pdserve.config.serve import advertised
@@ -54,11 +54,12 @@ def _start(
     with phases.phase("router", f"starting on {config.host}:{config.port}"):
         router = RouterChild.start(router_arguments(config, file), secret)
     stack.callback(router.kill)
-    stack.enter_context(ray_of(config, phases))
+    logs = stack.enter_context(ray_of(config, phases))
     routers = (advertised(router.address),)
     fleet = start_workers(config, phases, secret=secret, routers=routers, run_dir=run_dir)
     stack.callback(fleet.shutdown, 0.0)
-    wait_workers(fleet, config, phases)
+    with telling_logs(logs):
+        wait_workers(fleet, config, phases)
     with phases.phase("join", "waiting until the router has met every worker"):
         _wait_met(router.address, sum(config.wanted().values()), config.start_timeout_s)
     return router, fleet

@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from pdserve.cli.phases import Phases
 from pdserve.config import ServeConfig
+from pdserve.errors import PdserveError
 from pdserve.fleet.cluster import joined_ray, local_ray
 from pdserve.fleet.handle import FleetHandle, Status
 from pdserve.fleet.spec import FleetSpec
 from pdserve.types import Role
 
+LOG_LINES = 15
+
 
 @contextlib.contextmanager
-def ray_of(config: ServeConfig, phases: Phases) -> Iterator[None]:
-    """A local Ray of ours, or the cluster that was named."""
+def ray_of(config: ServeConfig, phases: Phases) -> Iterator[Path | None]:
+    """A local Ray of ours, or the cluster that was named. Gives the local one's log directory."""
+    logs = None
     with contextlib.ExitStack() as stack:
         doing = "joining the cluster" if config.ray_address else "starting a local head, on loopback only"
         with phases.phase("ray", doing):
-            stack.enter_context(joined_ray(config.ray_address) if config.ray_address else local_ray())
+            if config.ray_address:
+                stack.enter_context(joined_ray(config.ray_address))
+            else:
+                logs = stack.enter_context(local_ray())
+        yield logs
+
+
+@contextlib.contextmanager
+def telling_logs(logs: Path | None) -> Iterator[None]:
+    """When the block fails, shows the end of what the workers wrote: their files go with Ray."""
+    try:
         yield
+    except PdserveError:
+        for file in sorted(logs.glob("worker-*.err")) if logs else ():
+            lines = file.read_text("utf-8", "replace").splitlines()[-LOG_LINES:]
+            if lines:
+                print("\n".join(["--- a worker's log ends with:", *lines]), file=sys.stderr, flush=True)
+        raise
 
 
 def start_workers(

@@ -49,6 +49,7 @@ class WorkerActor:
     """One worker process. Ray calls the methods; they run side by side on the actor's event loop."""
 
     def __init__(self, config_json: str, worker_host: str) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         config = WorkerConfig.from_json(config_json)
         raise_nice(config.nice)
         host = _node_address() if config.host == NODE_HOST else config.host

@@ -70,8 +70,10 @@ def child_environment(environ: MutableMapping[str, str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def local_ray() -> Iterator[None]:
+def local_ray() -> Iterator[Path]:
     """Starts a Ray head on this machine, joins it, and ends all its processes on the way out.
+
+    Gives the directory of its logs, which goes with it.
 
     Call it in the main thread: the parent-death signal follows the thread that starts a process.
     """
@@ -88,7 +90,7 @@ def local_ray() -> Iterator[None]:
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
             )
-            yield
+            yield temp / "session_latest" / "logs"
         finally:
             _leave(before)
 

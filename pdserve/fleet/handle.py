@@ -17,6 +17,8 @@ from pdserve.types import Role
 Status = dict[str, Any]
 
 CALL_TIMEOUT_S = 30.0
+MAX_FAILURES = 3
+"""A worker that failed this often in a row without ever serving is given up by who waits for it."""
 _FINAL = {"model_error", "config_error", "incompatible", "unknown_model", "never_fits"}
 """Errors of a start that another try will not cure."""
 
@@ -66,7 +68,7 @@ class FleetHandle:
         return _parsed(self._get(self._controller.wait_changed.remote(timeout_s), timeout_s + CALL_TIMEOUT_S))
 
     def wait_serving(self, timeout_s: float, on_change: Callable[[Status], None] = lambda _: None) -> Status:
-        """Returns when every wanted worker serves. Raises the error of a start that can not succeed."""
+        """Returns when every wanted worker serves. Raises the error of a start that will not succeed."""
         deadline = time.monotonic() + timeout_s
         status = self.status()
         while not status["all_serving"]:
@@ -144,6 +146,6 @@ def _parsed(text: Any) -> dict[str, Any]:
 def _raise_final(status: Status) -> None:
     for slot in status["workers"]:
         error = slot["error"]
-        if error and error["label"] in _FINAL:
+        if error and (error["label"] in _FINAL or slot["failures"] >= MAX_FAILURES):
             kind: type[PdserveError] = BY_LABEL[error["label"]]
             raise kind(f"{slot['worker_id']}: {error['message']}")

@@ -173,6 +173,14 @@ def test_engine_processes_run_with_the_settings_of_colocated_roles(up: Up) -> No
 
 
 def test_ctrl_c_drains_and_leaves_nothing(up: Up) -> None:
+    long = ("generate", "One, two,", "--max-tokens", "200", "--ignore-eos", "--json")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "pdserve.cli", *long, "--address", up.address],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while json.loads(up.run("status", "--json").stdout)["running"] == 0:
+        assert running.poll() is None
     tree = up.tree()[1:]
     assert len(tree) > 7
     assert left_of(up.process.pid)
@@ -182,6 +190,8 @@ def test_ctrl_c_drains_and_leaves_nothing(up: Up) -> None:
     text = up.process.stdout.read()
     assert up.process.wait(END_S) == 0
     assert "drain: done" in text
+    assert len(json.loads(running.communicate()[0])["token_ids"]) == 200
+    assert running.returncode == 0
     assert left_of(up.process.pid) == []
     assert [process for process in tree if process.is_running()] == []
     assert run_directories(up.process.pid) == []
