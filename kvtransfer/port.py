@@ -12,14 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from pdserve.sched.scheduler import StepScheduler
-
 from kvtransfer.effects import Effect
 from kvtransfer.session.guard import RoleContext
 from pdserve.kvcache.layout import PageLayout
 from pdserve.kvcache.manager import PageManager
 from pdserve.kvcache.pool import KVPool
 from pdserve.rpc.server import RpcServer
+from pdserve.sched.scheduler import StepScheduler
 from pdserve.types import PeerRef
 
 E = TypeVar("E", bound=Effect)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pdserve.sched.scheduler import StepScheduler
-
 from kvtransfer import ticket
 from kvtransfer.effects import AnswerPrefill, ComputeDigest, Count, Effect, ToDecoder
 from kvtransfer.session import prefill_events as table
@@ -46,6 +44,7 @@ from pdserve.sched.plan import (
     Started,
     TokenSampled,
 )
+from pdserve.sched.scheduler import StepScheduler
 from pdserve.types import Key, PageName
 from prefill_worker.entry import Entry
 
@@ -243,6 +242,8 @@ class PrefillRole:
         return out + self._run(entry, grant, now)
 
     def _on_renew(self, peer: str, incarnation: int, renew: Renew, now: float) -> list[Effect]:
+        if renew.answer:
+            return []  # a new stream's hello asks nothing; an empty answer would count every key missed
         known: list[Key] = []
         out: list[Effect] = []
         for key in renew.keys:

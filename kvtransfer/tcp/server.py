@@ -179,7 +179,7 @@ class _Connection:
     def _parts(self, job: _Job) -> tuple[bytes | memoryview, ...]:
         if job.answer:
             return (job.answer,)
-        pin_id = f"tcp:{self._id}:{job.sequence}"
+        pin_id = f"tcp:{self._id}:{next(_serial)}"  # sequences are the reader's, and it may use one again
         if not self._source.pin(job.page, job.generation, pin_id):
             self._counters.add("stale")
             return (pack(Kind.STALE, sequence=job.sequence),)

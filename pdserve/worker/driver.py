@@ -118,6 +118,7 @@ class Driver:
     # -- effects every worker has -----------------------------------------------------------------------
 
     def _run_step(self, effect: RunStep) -> None:
+        self.last_step_at = self.loop.time()  # an idle time before this step is not the step's
         self._compute.submit(self._execute, effect.plan)
 
     def _execute(self, plan: StepPlan) -> None:
