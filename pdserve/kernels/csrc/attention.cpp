@@ -29,6 +29,8 @@ constexpr int vectors_for(int) { return 2; }
 #endif
 constexpr int kBlockVectors = kBlock / VW;  // vectors of scores in a block
 constexpr int kMaxGroup = 4;                // blocks side by side in a tile, at most
+// Where q is widened anyway, the scale goes into it.
+template <class T> constexpr bool kScaledQ = std::is_same_v<Left<T>, float>;
 // Words of a row of softmax weights from one row to the next.
 template <class T> constexpr long kWeightRow = kSpan / kElemsPerWord<T>;
 
@@ -38,7 +40,7 @@ struct Call {
     const KVDesc& kv;
     const AttentionDesc& meta;
     int64_t layer, num_heads;
-    float scale;
+    float scale;  // includes log2(e): weights are powers of two
     int64_t window;
 };
 
@@ -83,11 +85,22 @@ template <class T> struct Work {
 // One span of keys of one head: bases of its blocks, and which of its positions count.
 struct Span {
     int64_t origin;            // absolute position of block 0
-    int from, to;              // blocks [from, to) hold visible positions
+    int from, to;              // blocks [from, to) hold positions that the row block sees
+    int first, last;           // ... that any row of the item sees
     int end;                   // positions at or beyond are outside the item's context
     const u32* k[kBlocks + kMaxGroup];  // the last block's base repeats
     const u32* v[kBlocks];
 };
+
+// Few rows wait for memory: calls up the group's V, and K of the group after it.
+PDS_INLINE void call_up(const Span& span, int block, int group, long k_step, long steps, long v_words) {
+    for (int b = block; b < block + group && b < span.last; b++) {
+        const u32* next = span.k[std::min(b + group, span.last)];
+        for (long s = 0; s < steps; s++) _mm_prefetch(reinterpret_cast<const char*>(next + s * k_step), _MM_HINT_T0);
+        for (long at = 0; at < v_words; at += 16)
+            _mm_prefetch(reinterpret_cast<const char*>(span.v[b] + at), _MM_HINT_T0);
+    }
+}
 
 template <class T, int MR> void score_rows(const u32* q, long steps, const Span& span, long k_step, float* scores) {
     constexpr int COLS = vectors_for(MR), GROUP = COLS / kBlockVectors;
@@ -95,6 +108,7 @@ template <class T, int MR> void score_rows(const u32* q, long steps, const Span&
         vf acc[MR][COLS];
         for (int r = 0; r < MR; r++)
             for (int v = 0; v < COLS; v++) acc[r][v] = vzero();
+        if constexpr (MR <= kFewRows) call_up(span, block, GROUP, k_step, steps, steps * kBlock);
         tile<T, MR, GROUP, kBlockVectors, kQRow, 1>(acc, q, span.k + block, k_step, steps);
         for (int r = 0; r < MR; r++)
             for (int v = 0; v < COLS && block * kBlock + v * VW < kSpan; v++)
@@ -150,41 +164,37 @@ template <class T> struct Kernels {
 
 template <class T> const Kernels<T> kernels;
 
-// Scores of a row to softmax weights against the running maximum; positions outside [low, high) of the span weigh
-// 0. place: the row's within its row block.
+// Scores of a row, in powers of two, to softmax weights against the running maximum; positions outside [low, high)
+// of the span weigh 0. place: the row's within its row block.
 template <class T>
 void soften(const Work<T>& w, int row, int place, const Span& span, int low, int high, float scale) {
     const float* scores = w.scores + place * kSpan;
     Left<T>* weights = w.weights + place * kSpan;
     const int from = span.from * kBlock, to = span.to * kBlock;
-    const vf hidden = vset(-INFINITY), factor = vset(scale);
-    const auto visible = [&](int i) {
-        const vf x = vmul(vload(scores + i), factor);
-        return i >= low && i + VW <= high ? x : within(x, hidden, i, low, high);
+    const auto score = [&](int i) {
+        if constexpr (kScaledQ<T>) return vload(scores + i);
+        return vmul(vload(scores + i), vset(scale));
     };
+    const auto whole = [&](int i) { return i >= low && i + VW <= high; };
     vf most = vset(kLowest);
-    const int first_seen = std::max(from, low / VW * VW);
-    for (int i = first_seen; i < std::min(to, high); i += VW) most = vmax(visible(i), most);
+    const int end = std::min(to, high);
+    for (int i = std::max(from, low / VW * VW); i < end; i += VW)
+        most = vmax(whole(i) ? score(i) : within(score(i), vset(kLowest), i, low, high), most);
     const float before = w.top[row];
     const float now = std::max(before, max_lanes(most));
+    const float rescale = now == before ? 1.0f : before == kLowest ? 0.0f : first_lane(vexp2(vset(before - now)));
     const vf top = vset(now);
-    const float rescale = now == before ? 1.0f : [&] {
-        float lane[VW];
-        vstore(lane, vexp(vset(before - now)));
-        return lane[0];
-    }();
-    float* totals = w.totals + row * VW;
-    vf total = vmul(vload(totals), vset(rescale));
+    vf total = vmul(vload(w.totals + row * VW), vset(rescale));
     for (int i = from; i < to; i += VW) {
-        if (i + VW <= low || i >= high) {
-            store_rounded(weights + i, vzero());
-            continue;
+        vf weight = vzero();
+        if (i + VW > low && i < high) {
+            weight = vexp2(vsub(score(i), top));
+            if (!whole(i)) weight = within(weight, vzero(), i, low, high);
         }
-        const vf weight = vexp(vsub(visible(i), top));
         total = vadd(total, weight);
         store_rounded(weights + i, weight);
     }
-    vstore(totals, total);
+    vstore(w.totals + row * VW, total);
     w.top[row] = now;
     w.rescale[row] = rescale;
 }
@@ -197,6 +207,8 @@ template <class T> void gather_q(const Work<T>& w, const Call& call, const Item&
     for (int row = 0; row < w.rows; row++) {
         const int64_t head = (row0 + row / group) * call.num_heads + kv_head * group + row % group;
         load_words(w.q + row * kQRow, static_cast<const T*>(call.q) + head * w.dim, w.dim);
+        if constexpr (kScaledQ<T>)
+            for (int d = 0; d < w.dim; d++) reinterpret_cast<float*>(w.q + row * kQRow)[d] *= call.scale;
         w.position[row] = static_cast<int32_t>(position0 + row / group);
     }
     std::fill_n(w.sums, static_cast<size_t>(w.rows) * w.padded_dim, 0.0f);
@@ -223,10 +235,10 @@ template <class T>
 bool find_span(Span& span, const Work<T>& w, const Call& call, int32_t seq, int64_t kv_head, int64_t low, int64_t high) {
     const KVDesc& kv = call.kv;
     const int32_t* table = call.meta.block_tables + seq * call.meta.max_pages;
-    span.from = static_cast<int>(std::max<int64_t>(low - span.origin, 0) / kBlock);
+    span.first = static_cast<int>(std::max<int64_t>(low - span.origin, 0) / kBlock);
     span.end = static_cast<int>(std::min<int64_t>(high - span.origin, kSpan));
-    span.to = (span.end + kBlock - 1) / kBlock;
-    for (int block = span.from; block < span.to; block++) {
+    span.last = (span.end + kBlock - 1) / kBlock;
+    for (int block = span.first; block < span.last; block++) {
         const int64_t position = span.origin + block * kBlock;
         const int64_t index = position / kv.page_size, row = position % kv.page_size;
         if (index >= call.meta.max_pages || table[index] < 0 || table[index] >= kv.num_pages) return false;
@@ -236,12 +248,21 @@ bool find_span(Span& span, const Work<T>& w, const Call& call, int32_t seq, int6
         span.k[block] = reinterpret_cast<const u32*>(part) + row;
         span.v[block] = reinterpret_cast<const u32*>(part + kv.part() + row * kv.head_dim);
     }
-    for (int i = 0; i < kMaxGroup; i++) span.k[span.to + i] = span.k[span.to - 1];
+    for (int i = 0; i < kMaxGroup; i++) span.k[span.last + i] = span.k[span.last - 1];
     if (sizeof(T) == 2 && span.end % 2 == 1) {
-        const u32* pair = span.v[span.to - 1] + (span.end % kBlock) / 2 * w.dim;
+        const u32* pair = span.v[span.last - 1] + (span.end % kBlock) / 2 * w.dim;
         for (int d = 0; d < w.dim; d++) w.last_pair[d] = pair[d] & 0xffffu;
     }
     return true;
+}
+
+// Sets the blocks that rows at positions [from, to] see; false if there are none.
+bool narrow(Span& span, int64_t from, int64_t to, int64_t window) {
+    const int64_t low = window > 0 ? std::max<int64_t>(from - window + 1 - span.origin, 0) : 0;
+    const int64_t high = std::min<int64_t>(to + 1 - span.origin, kSpan);
+    span.from = std::max(span.first, static_cast<int>(std::min<int64_t>(low, kSpan) / kBlock));
+    span.to = static_cast<int>((high + kBlock - 1) / kBlock);
+    return span.from < span.to;
 }
 
 template <class T> bool attend(const Call& call, const Item& item, int64_t kv_head) {
@@ -257,6 +278,7 @@ template <class T> bool attend(const Call& call, const Item& item, int64_t kv_he
         if (!find_span(span, w, call, item.seq, kv_head, low, high)) return false;
         for (int block = 0; block < w.num_blocks; block++) {
             const int row = w.start(block), end = row + w.size(block);
+            if (!narrow(span, w.position[row], w.position[end - 1], call.window)) continue;
             kernels<T>.score[end - row](w.q + row * kQRow, steps, span, call.kv.page_size, w.scores);
             for (int r = row; r < end; r++) {
                 const int64_t seen = w.position[r] + 1 - span.origin;
@@ -306,6 +328,6 @@ template <class T> int attention(const Call& call) {
 
 PDS_EXPORT int pds_paged_attention(void* out, const void* q, const KVDesc* kv, int64_t layer, const AttentionDesc* meta,
                                    int64_t num_heads, float scale, int64_t window, int dtype) {
-    const Call call{q, out, *kv, *meta, layer, num_heads, scale, window};
+    const Call call{q, out, *kv, *meta, layer, num_heads, scale * 1.44269504f, window};
     return dtype == kFloat32 ? attention<float>(call) : attention<bf16>(call);
 }

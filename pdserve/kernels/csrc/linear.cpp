@@ -10,9 +10,11 @@ constexpr int NVP = 2;
 constexpr int NR = NVP * VW;
 constexpr int kWide = 4;          // panels at once where few rows give too few chains
 constexpr int kWideRows = 3;      // ... up to so many rows
-constexpr int kBlocksAtOnce = 8;  // row blocks that share a panel while it is in the near cache
-constexpr long kRange = 1024;     // words of a row that are worked on at once
-constexpr long kRow = kRange + 16;  // words from row to row: not a multiple of the cache's 4 KiB
+constexpr int kBlocksAtOnce = 8;  // row blocks and panels of a task: together they fit the second cache
+constexpr int kPanelsAtOnce = 4;
+constexpr long kAhead = 512;      // words by which weights are called up from memory
+constexpr long kRange = 768;      // words of a row that are worked on at once: a row block fits the first cache
+constexpr long kRow = kRange + 16;  // words from row to row: not a multiple of 4 KiB, the near cache's period
 
 #ifdef PDS_AVX512
 template <class T> constexpr int kMaxRows = kWidens<T> ? 12 : 14;
@@ -63,7 +65,7 @@ void block(const Product& p, long row, long panel, long from, long to, float* pa
         const long steps = std::min(kRange, to - range) / kWordsPerStep<T>;
         const u32* bases[NB];
         for (int i = 0; i < NB; i++) bases[i] = p.weight + ((panel + i) * p.words + range) / kWordsPerStep<T> * NR;
-        tile<T, MR, NB, NVP, kRow, 1>(acc, p.rows + range / kRange * p.range_stride + row * kRow, bases, NR, steps);
+        tile<T, MR, NB, NVP, kRow, 1, false, kAhead>(acc, p.rows + range / kRange * p.range_stride + row * kRow, bases, NR, steps);
     }
     for (int r = 0; r < MR; r++) {
         if (to == p.words) finish<T>(p, row + r, panel * NR, acc[r]);
@@ -92,22 +94,27 @@ template <class T> void few_rows(const Product& p, long panels) {
     const BlockFn narrow = kernels<T>.narrow[p.num_rows];
     const BlockFn wide = p.num_rows <= kWideRows ? kernels<T>.wide[p.num_rows] : nullptr;
     const int threads = threads_for(p.num_rows * p.words * p.num_out, 1 << 16);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int share = 0; share < threads; share++) {
-        long panel = panels * share / threads;
-        const long end = panels * (share + 1) / threads;
+    const long shares = threads == 1 ? 1 : std::min<long>(threads * 4, panels);
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (long share = 0; share < shares; share++) {
+        long panel = panels * share / shares;
+        const long end = panels * (share + 1) / shares;
         for (; wide != nullptr && panel + kWide <= end; panel += kWide) wide(p, 0, panel, 0, p.words, nullptr);
         for (; panel < end; panel++) narrow(p, 0, panel, 0, p.words, nullptr);
     }
 }
 
-template <class T> void chunk_of_rows(const Product& p, const RowBlocks& blocks, long first_block, long panel) {
-    alignas(64) float partial[kBlocksAtOnce][kMaxRows<T> * NR];
-    const long end = std::min(first_block + kBlocksAtOnce, blocks.count);
+// Some row blocks times panels [from_panel, end_panel): rows stay in the near cache while the panels pass by.
+template <class T>
+void chunk(const Product& p, const RowBlocks& blocks, long from_block, long from_panel, long end_panel) {
+    alignas(64) float partial[kBlocksAtOnce][kPanelsAtOnce][kMaxRows<T> * NR];
+    const long end_block = std::min(from_block + kBlocksAtOnce, blocks.count);
     for (long from = 0; from < p.words; from += kRange) {
         const long to = std::min(from + kRange, p.words);
-        for (long i = first_block; i < end; i++)
-            kernels<T>.narrow[blocks.size(i)](p, blocks.start(i), panel, from, to, partial[i - first_block]);
+        for (long i = from_block; i < end_block; i++)
+            for (long panel = from_panel; panel < end_panel; panel++)
+                kernels<T>.narrow[blocks.size(i)](p, blocks.start(i), panel, from, to,
+                                                  partial[i - from_block][panel - from_panel]);
     }
 }
 
@@ -131,13 +138,15 @@ template <class T> void product(Product p, const T* x, long num_in) {
         return;
     }
     const long chunks = (blocks.count + kBlocksAtOnce - 1) / kBlocksAtOnce;
+    const long at_once = std::clamp<long>(chunks * panels / (4 * g_num_threads), 1, kPanelsAtOnce);
 #pragma omp parallel num_threads(g_num_threads)
     {
 #pragma omp for schedule(static)
         for (long row = 0; row < p.num_rows; row++) load_row(words, x, row, p, num_in);
 #pragma omp for schedule(dynamic) collapse(2)
-        for (long chunk = 0; chunk < chunks; chunk++)
-            for (long panel = 0; panel < panels; panel++) chunk_of_rows<T>(p, blocks, chunk * kBlocksAtOnce, panel);
+        for (long i = 0; i < chunks; i++)
+            for (long panel = 0; panel < panels; panel += at_once)
+                chunk<T>(p, blocks, i * kBlocksAtOnce, panel, std::min(panel + at_once, panels));
     }
 }
 

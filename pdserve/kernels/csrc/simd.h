@@ -42,22 +42,18 @@ PDS_INLINE vf vdiv(vf a, vf b) { return _mm512_div_ps(a, b); }
 PDS_INLINE vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
 PDS_INLINE vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 PDS_INLINE vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
-PDS_INLINE vf nearest(vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+PDS_INLINE float first_lane(vf x) { return _mm512_cvtss_f32(x); }
+PDS_INLINE float max_lanes(vf x) { return _mm512_reduce_max_ps(x); }
+PDS_INLINE vi iadd(vi a, vi b) { return _mm512_add_epi32(a, b); }
+PDS_INLINE vi to_exponent(vi x) { return _mm512_slli_epi32(x, 23); }
 PDS_INLINE vi shift_up(vi x) { return _mm512_slli_epi32(x, 16); }
 PDS_INLINE vi high_half(vi x) { return _mm512_maskz_mov_epi16(0xaaaaaaaau, x); }
-// 2^n for integral n in [-126, 127].
-PDS_INLINE vf power_of_two(vf n) {
-    return as_float(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
-}
 // x where low <= lane + base < high, else other.
 PDS_INLINE vf within(vf x, vf other, int base, int low, int high) {
     const vi lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const Mask above = _mm512_cmpge_epi32_mask(lane, _mm512_set1_epi32(low - base));
     const Mask both = _mm512_mask_cmplt_epi32_mask(above, lane, _mm512_set1_epi32(high - base));
     return _mm512_mask_blend_ps(both, other, x);
-}
-PDS_INLINE vf zero_below(vf x, vf key, float limit) {
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(key, vset(limit), _CMP_NLT_UQ), x);
 }
 PDS_INLINE vf load_bf16(const bf16* p) {
     return as_float(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
@@ -103,20 +99,21 @@ PDS_INLINE vf vdiv(vf a, vf b) { return _mm256_div_ps(a, b); }
 PDS_INLINE vf vmax(vf a, vf b) { return _mm256_max_ps(a, b); }
 PDS_INLINE vf vmin(vf a, vf b) { return _mm256_min_ps(a, b); }
 PDS_INLINE vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
-PDS_INLINE vf nearest(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+PDS_INLINE float first_lane(vf x) { return _mm256_cvtss_f32(x); }
+PDS_INLINE float max_lanes(vf x) {
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+PDS_INLINE vi iadd(vi a, vi b) { return _mm256_add_epi32(a, b); }
+PDS_INLINE vi to_exponent(vi x) { return _mm256_slli_epi32(x, 23); }
 PDS_INLINE vi shift_up(vi x) { return _mm256_slli_epi32(x, 16); }
 PDS_INLINE vi high_half(vi x) { return _mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000u))); }
-PDS_INLINE vf power_of_two(vf n) {
-    return as_float(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
-}
 PDS_INLINE vf within(vf x, vf other, int base, int low, int high) {
     const vi lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     const vi above = _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(low - base - 1));
     const vi below = _mm256_cmpgt_epi32(_mm256_set1_epi32(high - base), lane);
     return _mm256_blendv_ps(other, x, as_float(_mm256_and_si256(above, below)));
-}
-PDS_INLINE vf zero_below(vf x, vf key, float limit) {
-    return _mm256_and_ps(x, _mm256_cmp_ps(key, vset(limit), _CMP_NLT_UQ));
 }
 PDS_INLINE vf load_bf16(const bf16* p) {
     return as_float(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
@@ -165,7 +162,7 @@ template <class T> PDS_INLINE vf rounded(vf x) {
 }
 template <> PDS_INLINE vf rounded<float>(vf x) { return x; }
 
-// Sum and maximum of the lanes, halving in a fixed order.
+// Sum of the lanes, halving in a fixed order.
 PDS_INLINE float sum_lanes(vf x) {
     float lane[VW];
     vstore(lane, x);
@@ -173,25 +170,34 @@ PDS_INLINE float sum_lanes(vf x) {
         for (int i = 0; i < width; i++) lane[i] += lane[i + width];
     return lane[0];
 }
-PDS_INLINE float max_lanes(vf x) {
-    float lane[VW];
-    vstore(lane, x);
-    for (int width = VW / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-    return lane[0];
+
+// 2^r for r in [-1/2, 1/2], relative error 2e-9 before rounding (minimax), times 2^n with n in the low bits of
+// `magic`, which is n + 1.5 * 2^23.
+PDS_INLINE vf scaled_power(vf r, vf magic) {
+    vf p = vset(1.53458124e-4f);
+    p = fma(p, r, vset(1.33999309e-3f));
+    p = fma(p, r, vset(9.61848907e-3f));
+    p = fma(p, r, vset(5.55032864e-2f));
+    p = fma(p, r, vset(2.40226462e-1f));
+    p = fma(p, r, vset(6.93147182e-1f));
+    p = fma(p, r, vset(1.0f));
+    return as_float(iadd(as_int(p), to_exponent(as_int(magic))));
 }
 
-// e^x to about 1 ulp: Cody-Waite reduction by ln 2 and a degree-6 polynomial; 0 below -87, bounded above 88.
+constexpr float kMagic = 12582912.0f;
+
+// 2^x for x up to 127; at least 2^-126.
+PDS_INLINE vf vexp2(vf x) {
+    const vf y = vmax(x, vset(-126.0f));
+    const vf magic = vadd(y, vset(kMagic));
+    return scaled_power(vsub(y, vsub(magic, vset(kMagic))), magic);
+}
+
+// e^x within [e^-87, e^88]: reduced by ln 2 in two parts (Cody and Waite), so exact to about an ulp everywhere.
 PDS_INLINE vf vexp(vf x) {
     const vf y = vmin(vmax(x, vset(-87.0f)), vset(88.0f));
-    const vf n = nearest(vmul(y, vset(1.44269504f)));
+    const vf magic = vadd(vmul(y, vset(1.44269504f)), vset(kMagic));
+    const vf n = vsub(magic, vset(kMagic));
     const vf r = fma(n, vset(2.12194440e-4f), fma(n, vset(-0.693359375f), y));
-    vf p = vset(1.3888889e-3f);
-    p = fma(p, r, vset(8.3333333e-3f));
-    p = fma(p, r, vset(4.1666668e-2f));
-    p = fma(p, r, vset(0.16666667f));
-    p = fma(p, r, vset(0.5f));
-    p = fma(p, r, vset(1.0f));
-    p = fma(p, r, vset(1.0f));
-    return zero_below(vmul(p, power_of_two(n)), x, -87.0f);
+    return scaled_power(vmul(r, vset(1.44269504f)), magic);
 }

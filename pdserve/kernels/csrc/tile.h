@@ -35,8 +35,9 @@ template <class T> PDS_INLINE vf mac(vf acc, vi a, vi b) {
 }
 
 // Word w of row r of A lies at a[r * AROW + w * AWORD]. B comes as NB bases of NVB vectors side by side, b_step
-// apart per step. TAIL: the last vector is loaded under a mask.
-template <class T, int MR, int NB, int NVB, long AROW, long AWORD, bool TAIL = false>
+// apart per step. TAIL: the last vector is loaded under a mask. AHEAD: words by which B is called up, for rows too
+// few to hide memory.
+template <class T, int MR, int NB, int NVB, long AROW, long AWORD, bool TAIL = false, long AHEAD = 0>
 PDS_INLINE void tile(vf (&acc)[MR][NB * NVB], const u32* a, const u32* const* bases, long b_step, long steps,
                      Mask mask = Mask()) {
     const u32* b[NB];
@@ -46,6 +47,7 @@ PDS_INLINE void tile(vf (&acc)[MR][NB * NVB], const u32* a, const u32* const* ba
 #pragma GCC unroll 16
         for (int v = 0; v < NB * NVB; v++) {
             const u32* p = b[v / NVB] + (v % NVB) * VW;
+            if constexpr (AHEAD > 0) _mm_prefetch(reinterpret_cast<const char*>(p + AHEAD), _MM_HINT_T0);
             const vi pair = TAIL && v == NB * NVB - 1 ? iload(p, mask) : iload(p);
 #pragma GCC unroll 16
             for (int w = 0; w < kWordsPerStep<T>; w++) column[v][w] = part<T>(pair, w);
