@@ -35,8 +35,10 @@ def run(config: object, parent: int, ready_fd: int) -> int:
     try:
         asyncio.run(serve(settings, on_listening=listening))
     except PdserveError as err:
+        if ready_fd < 0:
+            raise
         _tell(ready_fd, {"error": {"label": err.label, "message": err.message}})
-        raise
+        return 1
     return 0
 
 

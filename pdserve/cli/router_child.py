@@ -33,7 +33,7 @@ class RouterChild:
     def start(cls, arguments: Sequence[str], secret: str) -> RouterChild:
         """Starts a router and waits until it listens. Raises the router's own error if it does not."""
         read, write = os.pipe()
-        environ = child_environment(os.environ) | {SECRET_VARIABLE: secret}
+        environ = {"GRPC_VERBOSITY": "NONE", **child_environment(os.environ), SECRET_VARIABLE: secret}
         process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
             [sys.executable, "-m", "pdserve.cli", "router", *arguments, "--ready-fd", str(write)],
             pass_fds=(write,),

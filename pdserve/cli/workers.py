@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pdserve.cli.phases import Phases
 from pdserve.config import ServeConfig
-from pdserve.errors import PdserveError
+from pdserve.errors import InternalError, Unavailable
 from pdserve.fleet.cluster import joined_ray, local_ray
 from pdserve.fleet.handle import FleetHandle, Status
 from pdserve.fleet.spec import FleetSpec
@@ -34,14 +34,15 @@ def ray_of(config: ServeConfig, phases: Phases) -> Iterator[Path | None]:
 
 @contextlib.contextmanager
 def telling_logs(logs: Path | None) -> Iterator[None]:
-    """When the block fails, shows the end of what the workers wrote: their files go with Ray."""
+    """When the block fails for no clear reason, shows the end of what the workers wrote; it goes with Ray."""
     try:
         yield
-    except PdserveError:
+    except (InternalError, Unavailable):
         for file in sorted(logs.glob("worker-*.err")) if logs else ():
-            lines = file.read_text("utf-8", "replace").splitlines()[-LOG_LINES:]
+            lines = [x for x in file.read_text("utf-8", "replace").splitlines() if not x.startswith(":")]
             if lines:
-                print("\n".join(["--- a worker's log ends with:", *lines]), file=sys.stderr, flush=True)
+                text = "\n".join(["--- a worker's log ends with:", *lines[-LOG_LINES:]])
+                print(text, file=sys.stderr, flush=True)
         raise
 
 
