@@ -25,7 +25,7 @@ from pdserve.errors import ConfigError
 
 _SOURCES = Path(__file__).with_name("csrc")
 _FLAGS = (
-    "-O3", "-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden",
+    "-O3", "-std=c++17", "-pthread", "-fPIC", "-fvisibility=hidden",
     # One rounding per written operation: contraction could differ between two copies of the same code.
     "-ffp-contract=off",
     # GCC 11 and 12 warn about their own intrinsics.
@@ -108,9 +108,8 @@ def _build(plan: BuildPlan, target: Path) -> None:
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
             jobs = [(*compile_one, str(s), "-o", o) for s, o in zip(sources, objects, strict=True)]
             list(pool.map(_run, jobs))
-        # Linked without an OpenMP runtime: its symbols resolve to the one torch has loaded (`native`).
         library = str(Path(scratch) / "kernels.so")
-        _run((*plan.compiler, "-shared", *objects, "-o", library))
+        _run((*plan.compiler, "-shared", "-pthread", *objects, "-o", library))
         os.replace(library, target)
     print(f" done in {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 

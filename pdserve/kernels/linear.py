@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pdserve.kernels.memory import empty_weight
 from pdserve.kernels.native import DTYPE_CODE, library
 
 
@@ -46,7 +47,7 @@ class PackedLinear:
         num_out, num_in = weight_NK.shape
         panel = library().pds_panel_width()
         panels, steps = -(-num_out // panel), -(-num_in * dtype.itemsize // 4)
-        packed = torch.empty(panels * steps * panel * 4 // dtype.itemsize, dtype=dtype)
+        packed = empty_weight(panels * steps * panel * 4 // dtype.itemsize, dtype)
         plain = weight_NK.to(dtype).contiguous()
         library().pds_pack_linear(packed.data_ptr(), plain.data_ptr(), num_out, num_in, DTYPE_CODE[dtype])
         return cls(weight=packed, bias=bias, num_out=num_out, num_in=num_in, dtype=dtype, panel=panel)

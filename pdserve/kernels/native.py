@@ -21,6 +21,7 @@ _P, _I, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pds_set_num_threads": (None, (_N,)),
     "pds_panel_width": (_N, ()),
+    "pds_advise_huge": (None, (_P, _I)),
     "pds_isa": (ctypes.c_char_p, ()),
     "pds_pack_linear": (None, (_P, _P, _I, _I, _N)),
     "pds_linear": (None, (_P, _P, _P, _P, _I, _I, _I, _N, _N)),
@@ -38,7 +39,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 def library() -> ctypes.CDLL:
     """The kernels, built on first use. Raises ConfigError where they can not be built."""
     path = ensure_built(plan_build())
-    _share_openmp()
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError:
@@ -75,12 +75,3 @@ def check(status: int) -> None:
     """Raise InternalError for a status the C++ side reports."""
     if status:
         raise InternalError("a page number outside the pool reached the kernels")
-
-
-def _share_openmp() -> None:
-    """Make the OpenMP runtime that torch has loaded visible to the kernels, so that there is just one."""
-    with open("/proc/self/maps") as maps:
-        names = {line.split()[-1] for line in maps if "libgomp" in line or "libiomp5" in line}
-    if not names:
-        raise ConfigError("torch has loaded no OpenMP runtime; install the standard CPU build of torch")
-    ctypes.CDLL(min(names), mode=ctypes.RTLD_GLOBAL)

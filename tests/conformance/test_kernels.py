@@ -7,6 +7,7 @@ both sides sum in float32 and round once). The identity tests compare bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -389,10 +390,19 @@ class TestViewAndLibrary:
             inner_layout("float16")
 
     def test_one_openmp_runtime(self) -> None:
+        """The kernels bring threads of their own and no second OpenMP beside torch's."""
         native.library()
         with open("/proc/self/maps") as maps:
-            runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "libomp" in line}
+            runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "omp5" in line}
         assert len(runtimes) == 1
+
+    def test_callers_on_several_threads(self) -> None:
+        """Whoever finds the helpers taken works alone, to the same bits."""
+        packed, x = PackedLinear.pack(randn("float32", 256, 128)), randn("float32", 64, 128)
+        wanted = linear(x, packed)
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(lambda _: linear(x, packed), range(200)))
+        assert all(torch.equal(got, wanted) for got in results)
 
     def test_numerics_id_tells_dtypes_apart(self) -> None:
         assert native.isa() in native.numerics_id("float32")

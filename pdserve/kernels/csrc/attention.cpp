@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "parallel.h"
 #include "tile.h"
 
 namespace {
@@ -314,13 +315,12 @@ template <class T> int attention(const Call& call) {
     const int64_t kv_heads = call.kv.num_kv_heads;
     const int64_t group = call.num_heads / kv_heads;
     const int64_t work = list_items(items, call.meta, std::max<int64_t>(kTileRows / group, 1));
-    const std::vector<Item>& listed = items;
+    const std::vector<Item>& listed = items;  // the caller's, in all threads
     const int threads = threads_for(work * call.num_heads * call.kv.head_dim, kWorth);
     std::atomic<bool> good{true};
-#pragma omp parallel for schedule(dynamic) collapse(2) num_threads(threads)
-    for (size_t i = 0; i < listed.size(); i++)
-        for (int64_t head = 0; head < kv_heads; head++)
-            if (!attend<T>(call, listed[i], head)) good.store(false, std::memory_order_relaxed);
+    parallel_for(static_cast<int64_t>(listed.size()) * kv_heads, threads, [&](int64_t i) {
+        if (!attend<T>(call, listed[i / kv_heads], i % kv_heads)) good.store(false, std::memory_order_relaxed);
+    });
     return good.load() ? kOk : kOutOfPool;
 }
 

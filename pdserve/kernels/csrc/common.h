@@ -33,7 +33,7 @@ struct AttentionDesc {
 // Threads of every parallel region; set from Python (results never depend on it).
 extern int g_num_threads;
 
-// Threads worth waking for so many elementary operations: a region costs microseconds.
+// Threads worth waking for so many elementary operations: waking them costs microseconds.
 inline int threads_for(int64_t operations, int64_t worth) { return operations < worth ? 1 : g_num_threads; }
 
 // A cache-line aligned buffer that only grows; one per thread and use.

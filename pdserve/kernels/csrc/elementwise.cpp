@@ -1,4 +1,5 @@
 // RMS norm and the gated activation: rows are independent, each reduced in a fixed order.
+#include "parallel.h"
 #include "simd.h"
 
 namespace {
@@ -26,32 +27,30 @@ template <class T> void norm_row(T* out, const T* x, const T* weight, int64_t co
 }
 
 template <class T> void norm(T* out, const T* x, const T* weight, int64_t rows, int64_t cols, float eps) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(rows * cols, kWorth))
-    for (int64_t r = 0; r < rows; r++) norm_row(out + r * cols, x + r * cols, weight, cols, eps);
+    parallel_for_runs(rows, threads_for(rows * cols, kWorth),
+                      [&](int64_t r) { norm_row(out + r * cols, x + r * cols, weight, cols, eps); });
 }
 
 template <class T>
 void add_norm(T* out, T* total, const T* x, const T* residual, const T* weight, int64_t rows, int64_t cols, float eps) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(rows * cols, kWorth))
-    for (int64_t r = 0; r < rows; r++) {
+    parallel_for_runs(rows, threads_for(rows * cols, kWorth), [&](int64_t r) {
         const int64_t at = r * cols;
         for_vectors(cols, [&](int64_t i, auto m) {
             store_rounded(total + at + i, vadd(load_as_float(x + at + i, m), load_as_float(residual + at + i, m)), m);
         });
         norm_row(out + at, total + at, weight, cols, eps);
-    }
+    });
 }
 
 template <class T> void silu_mul(T* out, const T* gate_up, int64_t rows, int64_t cols) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(rows * cols, kWorth))
-    for (int64_t r = 0; r < rows; r++) {
+    parallel_for_runs(rows, threads_for(rows * cols, kWorth), [&](int64_t r) {
         const T* gate = gate_up + r * 2 * cols;
         for_vectors(cols, [&](int64_t i, auto m) {
             const vf g = load_as_float(gate + i, m);
             const vf silu = vdiv(g, vadd(vset(1.0f), vexp(vsub(vzero(), g))));
             store_rounded(out + r * cols + i, vmul(silu, load_as_float(gate + cols + i, m)), m);
         });
-    }
+    });
 }
 
 }  // namespace

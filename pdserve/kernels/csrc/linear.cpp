@@ -1,8 +1,9 @@
 // Linear layers: weights in panels of NR outputs, [panels][steps][NR] of 4-byte steps, zero-padded. Rows are
 // turned into words (tile.h) first. One chain of multiply-adds over K per output, whatever the number of rows.
-#include "tile.h"
+#include <sys/mman.h>
 
-int g_num_threads = 1;
+#include "parallel.h"
+#include "tile.h"
 
 namespace {
 
@@ -95,13 +96,12 @@ template <class T> void few_rows(const Product& p, long panels) {
     const BlockFn wide = p.num_rows <= kWideRows ? kernels<T>.wide[p.num_rows] : nullptr;
     const int threads = threads_for(p.num_rows * p.words * p.num_out, 1 << 16);
     const long shares = threads == 1 ? 1 : std::min<long>(threads * 4, panels);
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (long share = 0; share < shares; share++) {
+    parallel_for(shares, threads, [&](long share) {
         long panel = panels * share / shares;
         const long end = panels * (share + 1) / shares;
         for (; wide != nullptr && panel + kWide <= end; panel += kWide) wide(p, 0, panel, 0, p.words, nullptr);
         for (; panel < end; panel++) narrow(p, 0, panel, 0, p.words, nullptr);
-    }
+    });
 }
 
 // Some row blocks times panels [from_panel, end_panel): rows stay in the near cache while the panels pass by.
@@ -139,22 +139,18 @@ template <class T> void product(Product p, const T* x, long num_in) {
     }
     const long chunks = (blocks.count + kBlocksAtOnce - 1) / kBlocksAtOnce;
     const long at_once = std::clamp<long>(chunks * panels / (4 * g_num_threads), 1, kPanelsAtOnce);
-#pragma omp parallel num_threads(g_num_threads)
-    {
-#pragma omp for schedule(static)
-        for (long row = 0; row < p.num_rows; row++) load_row(words, x, row, p, num_in);
-#pragma omp for schedule(dynamic) collapse(2)
-        for (long i = 0; i < chunks; i++)
-            for (long panel = 0; panel < panels; panel += at_once)
-                chunk<T>(p, blocks, i * kBlocksAtOnce, panel, std::min(panel + at_once, panels));
-    }
+    const long groups = (panels + at_once - 1) / at_once;
+    parallel_for_runs(p.num_rows, g_num_threads, [&](long row) { load_row(words, x, row, p, num_in); });
+    parallel_for(chunks * groups, g_num_threads, [&](long task) {
+        const long panel = task % groups * at_once;
+        chunk<T>(p, blocks, task / groups * kBlocksAtOnce, panel, std::min(panel + at_once, panels));
+    });
 }
 
 template <class T> void pack_weight(u32* to, const T* weight, long num_out, long num_in) {
     const long steps = (num_in + kElemsPerStep<T> - 1) / kElemsPerStep<T>;
     const long panels = (num_out + NR - 1) / NR;
-#pragma omp parallel for schedule(static) num_threads(g_num_threads)
-    for (long panel = 0; panel < panels; panel++)
+    parallel_for(panels, g_num_threads, [&](long panel) {
         for (long i = 0; i < NR; i++) {
             const long n = panel * NR + i;
             for (long s = 0; s < steps; s++) {
@@ -165,11 +161,13 @@ template <class T> void pack_weight(u32* to, const T* weight, long num_out, long
                 to[(panel * steps + s) * NR + i] = step;
             }
         }
+    });
 }
 
 }  // namespace
 
-PDS_EXPORT void pds_set_num_threads(int threads) { g_num_threads = threads > 0 ? threads : 1; }
+// Asks for huge pages; where there are none nothing changes.
+PDS_EXPORT void pds_advise_huge(void* at, int64_t bytes) { (void)madvise(at, bytes, MADV_HUGEPAGE); }
 
 PDS_EXPORT int pds_panel_width() { return NR; }
 

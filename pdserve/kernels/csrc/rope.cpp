@@ -1,6 +1,5 @@
 // Rotary embedding, the head norms before it and the write of K and V into pages after it.
-#include <atomic>
-
+#include "parallel.h"
 #include "simd.h"
 
 namespace {
@@ -101,8 +100,7 @@ bool inside(const KVDesc& kv, const int32_t* slots, int64_t tokens) {
 }
 
 template <class T> void rope_rows(T* x, const float* cos, const float* sin, int64_t tokens, int64_t heads, int64_t dim) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(tokens * heads * dim, kWorth))
-    for (int64_t t = 0; t < tokens; t++) {
+    parallel_for_runs(tokens, threads_for(tokens * heads * dim, kWorth), [&](int64_t t) {
         Head head;
         head.dim = static_cast<int>(dim);
         for (int64_t h = 0; h < heads; h++) {
@@ -110,7 +108,7 @@ template <class T> void rope_rows(T* x, const float* cos, const float* sin, int6
             head.rotate(cos + t * dim, sin + t * dim);
             head.store(x + (t * heads + h) * dim);
         }
-    }
+    });
 }
 
 template <class T>
@@ -118,8 +116,7 @@ int write_rows(const KVDesc& kv, const T* k, const T* v, int64_t layer, const in
     if (!inside(kv, slots, tokens)) return kOutOfPool;
     const Pages<T> pages{static_cast<T*>(kv.storage), kv, layer};
     const int64_t width = kv.num_kv_heads * kv.head_dim;
-#pragma omp parallel for schedule(static) num_threads(threads_for(tokens * width, kWorth))
-    for (int64_t t = 0; t < tokens; t++) {
+    parallel_for_runs(tokens, threads_for(tokens * width, kWorth), [&](int64_t t) {
         Head head;
         head.dim = static_cast<int>(kv.head_dim);
         const Row to = pages.at(slots[t]);
@@ -128,7 +125,7 @@ int write_rows(const KVDesc& kv, const T* k, const T* v, int64_t layer, const in
             pages.put_k(to, h, head, T());
             pages.put_v(to, h, v + t * width + h * kv.head_dim);
         }
-    }
+    });
     return kOk;
 }
 
@@ -138,8 +135,7 @@ int rope_write(T* q_out, const T* qkv, const float* cos, const float* sin, const
     if (!inside(kv, slots, tokens)) return kOutOfPool;
     const Pages<T> pages{static_cast<T*>(kv.storage), kv, layer};
     const int64_t dim = kv.head_dim, width = (num_heads + 2 * kv.num_kv_heads) * dim;
-#pragma omp parallel for schedule(static) num_threads(threads_for(tokens * width, kWorth))
-    for (int64_t t = 0; t < tokens; t++) {
+    parallel_for_runs(tokens, threads_for(tokens * width, kWorth), [&](int64_t t) {
         Head head;
         head.dim = static_cast<int>(dim);
         const T* row = qkv + t * width;
@@ -155,7 +151,7 @@ int rope_write(T* q_out, const T* qkv, const float* cos, const float* sin, const
         }
         for (int64_t h = 0; h < kv.num_kv_heads; h++)
             pages.put_v(to, h, row + (num_heads + kv.num_kv_heads + h) * dim);
-    }
+    });
     return kOk;
 }
 
