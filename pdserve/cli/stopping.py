@@ -29,6 +29,11 @@ class StopSignals:
         self._stage = _Stage.STARTING
         self._before: dict[signal.Signals, object] = {}
 
+    def rearm(self) -> None:
+        """Takes the signals back: Ray installs handlers of its own when it starts."""
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+
     def serving(self) -> None:
         """From now on a signal asks for a drain."""
         self._stage = _Stage.SERVING
@@ -42,8 +47,8 @@ class StopSignals:
         self._stage = _Stage.ENDING
 
     def __enter__(self) -> StopSignals:
-        for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._on_signal)
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self.rearm()
         return self
 
     def __exit__(

@@ -210,9 +210,10 @@ def test_start_that_fails_half_way_leaves_nothing() -> None:
     assert run_directories(process.pid) == []
 
 
-def test_ctrl_c_while_ray_starts_leaves_nothing() -> None:
+@pytest.mark.parametrize("moment", ["ray: starting", "workers: starting"])
+def test_sigterm_while_it_starts_leaves_nothing(moment: str) -> None:
     process = start()
-    read_until(process, "ray: starting")
+    read_until(process, moment)
     process.send_signal(signal.SIGTERM)
     assert process.stdout is not None
     text = process.stdout.read()
