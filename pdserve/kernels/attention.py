@@ -24,6 +24,7 @@ def paged_attention(
     Rows at or beyond a sequence's context are never looked at.
     Raises InternalError for a page outside the pool.
     """
+    assert q_THD.dtype is kv.storage.dtype
     q_THD = q_THD.contiguous()
     out = torch.empty_like(q_THD)
     status = library().pds_paged_attention(

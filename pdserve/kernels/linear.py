@@ -65,6 +65,7 @@ def linear(x_MK: torch.Tensor, packed: PackedLinear, *, out_float32: bool = Fals
 
     out_float32: return the float32 sums unrounded (logits: bfloat16 would tie them).
     """
+    assert x_MK.dtype is packed.dtype
     x_MK = x_MK.contiguous()
     rows = x_MK.shape[0]
     out = torch.empty((rows, packed.num_out), dtype=torch.float32 if out_float32 else packed.dtype)

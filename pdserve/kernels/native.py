@@ -62,6 +62,7 @@ def isa() -> str:
     return name.decode()
 
 
+@functools.cache
 def numerics_id(dtype: str) -> str:
     """Names how numbers are computed here: equal ids give bit-identical KV from equal tokens.
 

@@ -49,6 +49,9 @@ def rope_and_write_kv(
     q_norm_D, k_norm_D: weights of the RMS norms over each head before rope (Qwen3), or None. Otherwise as
     `apply_rope` and `write_kv`, which see.
     """
+    assert qkv_TF.dtype is kv.storage.dtype
+    assert slots_T.dtype is torch.int32
+    assert cos_TD.dtype is torch.float32
     qkv_TF = qkv_TF.contiguous()
     tokens, dtype = qkv_TF.shape[0], qkv_TF.dtype
     q_THD = torch.empty((tokens, num_heads, kv.head_dim), dtype=dtype)

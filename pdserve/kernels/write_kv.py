@@ -16,6 +16,8 @@ def write_kv(k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: KVView, layer: int, s
 
     Slots must differ from each other. Raises InternalError for a slot outside the pool.
     """
+    assert k_TKD.dtype is kv.storage.dtype
+    assert slots_T.dtype is torch.int32
     k_TKD, v_TKD = k_TKD.contiguous(), v_TKD.contiguous()
     status = library().pds_write_kv(
         kv.native, k_TKD.data_ptr(), v_TKD.data_ptr(), layer, slots_T.data_ptr(), k_TKD.shape[0],

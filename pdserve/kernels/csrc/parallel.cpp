@@ -125,11 +125,13 @@ void run_shared(int64_t count, void (*call)(const void* body, int64_t i), const 
     for (int64_t i = 0; i < count; i++) call(body, i);
 }
 
-// Not while another thread runs a kernel.
+// Not while another thread runs a kernel, unless the number is the same.
 PDS_EXPORT void pds_set_num_threads(int threads) {
     static const int registered = pthread_atfork(nullptr, nullptr, [] { pool = nullptr; });
     (void)registered;
-    g_num_threads = threads > 0 ? threads : 1;
+    threads = threads > 0 ? threads : 1;
+    if (threads == g_num_threads && (threads == 1 || pool != nullptr)) return;
+    g_num_threads = threads;
     delete pool;
     pool = g_num_threads > 1 ? new Pool(g_num_threads - 1) : nullptr;
 }
