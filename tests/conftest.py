@@ -15,10 +15,10 @@ settings.register_profile(
 settings.load_profile("pdserve")
 
 GROUPS = (
+    ("oracle", ("conformance/test_oracle",)),
     ("unit", ("tests/unit", "tests/rules")),
     ("conformance", ("tests/conformance",)),
     ("simulation", ("tests/simulation",)),
-    ("oracle", ("oracle", "logits", "models")),
     ("handover matrix", ("handover", "matrix", "disagg", "conditional")),
     ("faults", ("fault", "cancel", "deadline", "vanish", "kill", "fleet")),
 )
