@@ -36,6 +36,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @settings_of(ServeConfig)
 def up(resolved: Resolved[ServeConfig], config: Path | None) -> None:
     """Start everything on this machine (Ray, workers, router) and serve until Ctrl-C."""
+    from pdserve.cli.platforms import require_platform
+
+    require_platform()
     from pdserve.cli.up import run
 
     raise typer.Exit(run(resolved.config.resolved(), config))
@@ -45,6 +48,9 @@ def up(resolved: Resolved[ServeConfig], config: Path | None) -> None:
 @settings_of(ServeConfig)
 def fleet(resolved: Resolved[ServeConfig], config: Path | None) -> None:
     """Start the workers alone, for routers that run elsewhere (--routers), until Ctrl-C."""
+    from pdserve.cli.platforms import require_platform
+
+    require_platform()
     from pdserve.cli.fleet import run
 
     raise typer.Exit(run(resolved.config.resolved()))

@@ -15,11 +15,12 @@ from typer.testing import CliRunner
 from pdserve.cli.answers import answer
 from pdserve.cli.bar import progress_bar
 from pdserve.cli.main import app
+from pdserve.cli.platforms import require_platform
 from pdserve.cli.prompts import read_prompts
 from pdserve.cli.stopping import StopSignals
 from pdserve.client import FinishReason, Ledger, Result, Timings, Usage
 from pdserve.config.serve import advertised
-from pdserve.errors import InvalidRequest
+from pdserve.errors import ConfigError, InvalidRequest
 from pdserve.types import TransferStats
 
 
@@ -169,6 +170,13 @@ def test_signals_interrupt_the_start_ask_while_serving_and_never_cut_the_end_sho
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize(("system", "machine"), [("Darwin", "arm64"), ("Linux", "riscv64")])
+def test_workers_are_refused_where_they_can_not_run(system: str, machine: str) -> None:
+    with pytest.raises(ConfigError, match=f"Linux on x86_64 or aarch64; this is {system} on {machine}"):
+        require_platform(system, machine)
+    require_platform("Linux", "aarch64")
 
 
 def test_workers_elsewhere_get_an_address_they_can_reach() -> None:
