@@ -77,14 +77,3 @@ class Entry:
             decode_s=now - self.running_at if self.running_at else 0.0,
             num_retractions=self.num_retractions + base.num_retractions, transfer=moved,
         )  # fmt: skip
-
-
-@dataclass(slots=True, kw_only=True)
-class Read:
-    """One page read in flight."""
-
-    entry: Entry
-    index: int
-    page: int
-    started_at: float
-    quarantined: bool = False

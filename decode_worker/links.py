@@ -7,9 +7,9 @@ broken stream makes nothing happen by itself: leases and the router decide (prot
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import grpc.aio
@@ -17,6 +17,7 @@ import grpc.aio
 from decode_worker.loop import DecodeRole
 from kvtransfer.effects import Dial, ToPrefiller
 from kvtransfer.port import WorkerPort
+from pdserve.errors import InvalidRequest
 from pdserve.messages import Envelope, Renew, TransferMessage
 from pdserve.rpc import convert
 from pdserve.rpc.channel import open_channel
@@ -36,9 +37,13 @@ FORGET_AFTER = 20
 class Links:
     """All links of one decode worker, one per prefill worker and incarnation. Control thread only."""
 
-    def __init__(self, port: WorkerPort, role: DecodeRole) -> None:
+    def __init__(
+        self, port: WorkerPort, role: DecodeRole, on_over: Callable[[PeerRef], None] = lambda peer: None
+    ) -> None:
+        """on_over: called with a peer that is given up."""
         self._port = port
         self._role = role
+        self._on_over = on_over
         self._links: dict[tuple[str, int], Link] = {}
         port.on(Dial, self._dial)
         port.on(ToPrefiller, self._send)
@@ -48,7 +53,7 @@ class Links:
         name = (peer.worker_id, peer.incarnation)
         link = self._links.get(name)
         if link is None or link.over:
-            self._links[name] = Link(self._port, self._role, peer)
+            self._links[name] = Link(self._port, self._role, peer, self._on_over)
         for other in [n for n, link in self._links.items() if link.over]:
             del self._links[other]
 
@@ -66,11 +71,16 @@ class Links:
 class Link:
     """One exchange stream, dialled again when it breaks; what is sent meanwhile waits in a bounded queue."""
 
-    def __init__(self, port: WorkerPort, role: DecodeRole, peer: PeerRef) -> None:
+    def __init__(
+        self, port: WorkerPort, role: DecodeRole, peer: PeerRef, on_over: Callable[[PeerRef], None]
+    ) -> None:
+        self._on_over = on_over
         self._port = port
         self._role = role
         self._peer = peer
-        self._outbox: asyncio.Queue[TransferMessage] = asyncio.Queue(MAX_OUTBOX)
+        self._outbox: deque[TransferMessage] = deque(maxlen=MAX_OUTBOX)
+        self._wake = asyncio.Event()
+        self._stream = object()
         self._task = port.loop.create_task(self._run())
 
     @property
@@ -79,15 +89,14 @@ class Link:
         return self._task.done()
 
     def send(self, message: TransferMessage) -> None:
-        """Queues a message; lost when the queue is full (timers repeat it)."""
-        if not self._outbox.full():
-            self._outbox.put_nowait(message)
+        """Queues a message; the oldest is lost when the queue is full (timers repeat it)."""
+        self._outbox.append(message)
+        self._wake.set()
 
     async def stop(self) -> None:
         """Closes the stream."""
         self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait({self._task})
 
     async def _run(self) -> None:
         failures = 0
@@ -97,22 +106,32 @@ class Link:
             while failures < FORGET_AFTER:
                 try:
                     stub = authenticated(transfer_pb2_grpc.TransferServiceStub(channel), secret)
-                    async for response in stub.Exchange(self._requests()):
+                    self._stream = object()
+                    self._wake.set()
+                    async for response in stub.Exchange(self._requests(self._stream)):
                         failures = 0
                         self._receive(convert.envelope_from_pb(response.envelope))
                 except grpc.aio.AioRpcError as error:
                     log.info("link to a prefill worker broke: %s", error.code().name)
                     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                         return  # the peer is another incarnation by now
+                except InvalidRequest as error:
+                    log.warning("a prefill worker sent what is no message: %s", error.message)
                 failures += 1
                 await asyncio.sleep(min(LAST_RETRY_S, FIRST_RETRY_S * 2**failures))
         finally:
+            self._on_over(self._peer)
             await channel.close(None)
 
-    async def _requests(self) -> AsyncIterator[transfer_pb2.ExchangeRequest]:
+    async def _requests(self, stream: object) -> AsyncIterator[transfer_pb2.ExchangeRequest]:
         yield self._wrap(Renew(keys=(), answer=True))  # says who we are
         while True:
-            yield self._wrap(await self._outbox.get())
+            while not self._outbox and self._stream is stream:
+                self._wake.clear()
+                await self._wake.wait()
+            if self._stream is not stream:
+                return  # gRPC leaves the generator of a broken stream waiting; it must take no message
+            yield self._wrap(self._outbox.popleft())
 
     def _wrap(self, message: TransferMessage) -> transfer_pb2.ExchangeRequest:
         me = self._port.parts.context

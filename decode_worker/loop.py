@@ -7,15 +7,16 @@ sockets, tensors and threads.
 
 from __future__ import annotations
 
-from decode_worker.entry import Entry, Read
+from decode_worker.entry import Entry
+from decode_worker.pulls import Pulls
 from decode_worker.reserve import Reservation, reserve
 from kvtransfer import ticket
-from kvtransfer.effects import AnswerDecode, CancelRead, Count, Dial, Effect, StartRead, ToPrefiller
+from kvtransfer.effects import AnswerDecode, Count, Dial, Effect, ToPrefiller
 from kvtransfer.session import decode_events as table
 from kvtransfer.session.decode import DecodeSession
-from kvtransfer.session.guard import RoleContext, Tombstones, check_call
+from kvtransfer.session.guard import LONGEST_TICKET_S, RoleContext, Tombstones, check_call
 from kvtransfer.transport import ReadStatus
-from pdserve.kvcache.allocator import Holder, HolderKind, PageState
+from pdserve.kvcache.allocator import Holder, HolderKind
 from pdserve.kvcache.manager import PageManager
 from pdserve.messages import (
     Abort,
@@ -66,8 +67,7 @@ class DecodeRole:
         self._live: dict[str, Entry] = {}  # newest key of each request
         self._entries: dict[Key, Entry] = {}  # those and superseded ones that are not quiet yet
         self._by_seq: dict[str, Entry] = {}
-        self._reads: dict[int, Read] = {}
-        self._next_read = 1
+        self._pulls = Pulls(ctx, pages)
         self._renew_at = float("inf")
         self._stones = Tombstones()
         self.draining = False
@@ -85,8 +85,7 @@ class DecodeRole:
     def next_timer(self) -> float:
         """When tick is due next; infinity if never."""
         timers = [e.session.next_timer() for e in self._entries.values()]
-        reads = [r.started_at + self._ctx.lease_s for r in self._reads.values() if not r.quarantined]
-        return min([*timers, *reads, self._renew_at], default=float("inf"))
+        return min([*timers, self._pulls.next_timer(), self._renew_at])
 
     # -- inputs -----------------------------------------------------------------------------------------
 
@@ -122,8 +121,9 @@ class DecodeRole:
         entry = self._live.get(key.request_id)
         if entry is not None and entry.session.key > key:
             return Outcome.SUPERSEDED, []
+        if entry is None or entry.session.key < key:
+            self._stones.put(key, Outcome.NEVER_STARTED, now + LONGEST_TICKET_S)
         if entry is None:
-            self._stones.put(key, Outcome.NEVER_STARTED, now + 2 * self._ctx.lease_s)
             return Outcome.NEVER_STARTED, []
         stop = table.Stop(label="cancelled", message="the request was cancelled", retryable=False)
         return Outcome.STOPPING, self._run(entry, stop, now)
@@ -156,15 +156,8 @@ class DecodeRole:
         self, read_id: int, status: ReadStatus, digest: bytes, path: str, now: float
     ) -> list[Effect]:
         """The transport `path` reports the end of a read: nothing touches the page any more."""
-        read = self._reads.pop(read_id)
-        self._pages.drop(read.page, Holder(HolderKind.IO, f"read:{read_id}"))
-        if status is ReadStatus.GOOD:
-            read.entry.moved_pages += 1
-            read.entry.path = path
-        elif status is ReadStatus.MISMATCH:
-            read.entry.resent += 1
-        event = table.ReadEnded(index=read.index, status=status, digest=digest)
-        return [Count(name=f"reads_{status}"), *self._run(read.entry, event, now)]
+        entry, event = self._pulls.done(read_id, status, digest, path)
+        return [Count(name=f"reads_{status}"), *self._run(entry, event, now)]
 
     def seq_event(self, event: SeqEvent, now: float) -> list[Effect]:
         """A scheduler event of a sequence that this role submitted."""
@@ -185,9 +178,8 @@ class DecodeRole:
                 entry.num_retractions += 1
                 return [Count(name="retractions")]
             case SeqFailed():
-                entry.session.computing = False
                 stop = table.Stop(label="internal", message=event.message, retryable=False)
-                return self._run(entry, stop, now)
+                return self._run(entry, table.ComputeQuiet(), now) + self._run(entry, stop, now)
             case SeqStopped():
                 return self._run(entry, table.ComputeQuiet(), now)
             case _:
@@ -200,7 +192,7 @@ class DecodeRole:
         out = [effect for entry in due for effect in self._run(entry, table.Tick(), now)]
         if now >= self._renew_at:
             out += self._renew(now)
-        return out + self._quarantine(now)
+        return out + self._pulls.tick(now)
 
     # -- inside -----------------------------------------------------------------------------------------
 
@@ -223,6 +215,7 @@ class DecodeRole:
         accepted = table.Accepted(
             mode=held.mode, num_pages=held.num_pages, hit_pages=held.hit_pages, ticket=call.ticket,
             deadline_at=now + call.deadline_s, num_forced=call.num_forced,
+            max_tokens=call.sampling.max_tokens,
         )  # fmt: skip
         return out + self._run(entry, accepted, now)
 
@@ -260,16 +253,6 @@ class DecodeRole:
                 out += self._run(entry, table.Switch(detail="prefill lost this key"), now)
         return out
 
-    def _quarantine(self, now: float) -> list[Effect]:
-        """A read that does not end within one lease: its page is never used again (protocol.md §1)."""
-        out: list[Effect] = []
-        for read in self._reads.values():
-            if not read.quarantined and now - read.started_at >= self._ctx.lease_s:
-                read.quarantined = True
-                self._pages.quarantine(read.page)
-                out.append(Count(name="quarantined"))
-        return out
-
     def _run(self, entry: Entry, event: table.DEvent, now: float) -> list[Effect]:
         """Steps a session and carries its effects out, with the events these make in turn."""
         out: list[Effect] = []
@@ -285,9 +268,9 @@ class DecodeRole:
             case table.DSend():
                 return self._send(entry, effect.message)
             case table.DRead():
-                return self._start_read(entry, effect.announce, now)
+                return self._pulls.start(entry, effect.announce, now)
             case table.DCancelReads():
-                return [CancelRead(read_id=i) for i, read in self._reads.items() if read.entry is entry]
+                return self._pulls.cancel(entry)
             case table.DRun():
                 self._publish(entry)
                 entry.running_at = now
@@ -314,35 +297,6 @@ class DecodeRole:
         if peer is None:
             return []
         return [ToPrefiller(peer=peer.worker_id, incarnation=peer.incarnation, message=message)]
-
-    def _start_read(self, entry: Entry, announce: Announce, now: float) -> list[Effect]:
-        peer = entry.call.prefill
-        assert peer is not None
-        if not entry.held.expects(announce):
-            # Not our prefix: the bytes may be right for somebody else's (protocol.md §2, content key).
-            wrong = table.ReadEnded(index=announce.index, status=ReadStatus.STALE, digest=b"")
-            entry.todo.append(wrong)
-            return [Count(name="wrong_content_key")]
-        entry.announced_at = entry.announced_at or now
-        read_id, page = self._next_read, entry.held.pages[announce.index]
-        self._next_read += 1
-        self._reads[read_id] = Read(entry=entry, index=announce.index, page=page, started_at=now)
-        self._pages.hold(page, Holder(HolderKind.IO, f"read:{read_id}"))
-        if self._pages.state(page) is PageState.RESERVED:
-            self._pages.fill(page)
-        return [
-            StartRead(
-                read_id=read_id,
-                peer=peer,
-                key=announce.key,
-                ticket=entry.call.ticket,
-                source=announce.page,
-                index=announce.index,
-                valid_rows=announce.valid_rows,
-                digest=announce.digest,
-                target_page=page,
-            )
-        ]
 
     def _publish(self, entry: Entry) -> None:
         """Seals the full prompt pages that came by wire and offers them to the prefix cache."""

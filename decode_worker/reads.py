@@ -5,13 +5,19 @@ What lives here: readers and their completion. What does not: which pages to rea
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
+
 from decode_worker.loop import DecodeRole
 from kvtransfer.effects import CancelRead, Effect, StartRead
 from kvtransfer.port import WorkerPort, pick_transport
 from kvtransfer.transport import PageReader, ReadDone, ReaderConfig, ReadRequest, ReadStatus, transport
 from pdserve.types import PeerRef
 
+log = logging.getLogger(__name__)
+
 MAX_READERS = 32
+MAX_GONE = 1024
 
 
 class Reads:
@@ -22,6 +28,7 @@ class Reads:
         self._role = role
         self._readers: dict[tuple[str, int, int], tuple[str, PageReader]] = {}
         self._pending: dict[int, PageReader] = {}
+        self._gone: OrderedDict[tuple[str, int], None] = OrderedDict()
         port.on(StartRead, self._start)
         port.on(CancelRead, self._cancel)
 
@@ -32,7 +39,7 @@ class Reads:
 
     def _start(self, effect: StartRead) -> None:
         found = self._reader(effect.peer, effect.source.pool_id)
-        if found is None:
+        if found is None:  # gone, out of reach, or no descriptor left for it
             self._ended(ReadDone(read_id=effect.read_id, status=ReadStatus.FAILED), "")
             return
         name, reader = found
@@ -69,7 +76,7 @@ class Reads:
             return self._readers[name]
         parts = self._port.parts
         way = pick_transport(parts.transports, parts.host_id, peer)
-        if way is None:
+        if way is None or (peer.worker_id, peer.incarnation) in self._gone:
             return None
         config = ReaderConfig(
             endpoint=way[1],
@@ -79,15 +86,30 @@ class Reads:
             layer_first=0,
             layer_last=parts.layout.num_layers - 1,
         )
-        self._forget_old(peer.worker_id)
-        self._readers[name] = (way[0], transport(way[0]).reader(config))
+        try:
+            reader = transport(way[0]).reader(config)
+        except (OSError, RuntimeError) as error:
+            log.warning("no page reader can be made: %s", type(error).__name__)
+            return None
+        self._make_room(peer.worker_id)
+        self._readers[name] = (way[0], reader)
         return self._readers[name]
 
-    def _forget_old(self, worker_id: str) -> None:
+    def _make_room(self, worker_id: str) -> None:
         """A worker's earlier incarnations are gone, and their pools with them; idle readers make room."""
         busy = {id(reader) for reader in self._pending.values()}
         for name, (_, reader) in list(self._readers.items()):
             spare = len(self._readers) >= MAX_READERS and id(reader) not in busy
+            if name[0] == worker_id:
+                self._gone[name[:2]] = None  # replaced: it must not take turns with its successor
             if name[0] == worker_id or spare:
                 del self._readers[name]
                 self._port.loop.run_in_executor(None, reader.close)
+        while len(self._gone) > MAX_GONE:
+            self._gone.popitem(last=False)
+
+    def forget(self, peer: PeerRef) -> None:
+        """A peer is out of reach for good: its mapped pool is let go of."""
+        for name in [n for n in self._readers if n[:2] == (peer.worker_id, peer.incarnation)]:
+            _, reader = self._readers.pop(name)
+            self._port.loop.run_in_executor(None, reader.close)

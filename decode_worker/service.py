@@ -38,8 +38,8 @@ class DecodeDriver(decode_pb2_grpc.DecodeServiceServicer):
             parts.context, parts.pages, parts.scheduler, page_bytes=parts.layout.page_bytes
         )
         self._calls: dict[Key, asyncio.Queue[Event]] = {}
-        self._links = Links(port, self.role)
         self._reads = Reads(port, self.role)
+        self._links = Links(port, self.role, on_over=self._reads.forget)
         port.on(AnswerDecode, self._answer)
 
     def services(self, server: RpcServer) -> tuple[str, ...]:

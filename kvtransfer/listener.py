@@ -149,7 +149,14 @@ class Listener:
         thread = threading.Thread(target=self._run, args=(connection,), name="kv-send", daemon=True)
         with self._lock:
             self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no thread to be had: this peer tries again, the listener goes on
+            self._counters.add("over_limit")
+            with self._lock:
+                self._threads.discard(thread)
+            self._slots.release()
+            connection.close()
 
     def _run(self, connection: socket.socket) -> None:
         try:

@@ -54,8 +54,9 @@ class PageSource(Protocol):
         """The page's generation now. Changes nothing."""
         ...
 
-    def pin(self, page: int, generation: int, pin_id: str) -> bool:
-        """Takes an I/O pin if the page still has that generation and is not free; one atomic step."""
+    def pin(self, page: int, generation: int, key: Key, pin_id: str) -> bool:
+        """Takes an I/O pin if the page still has that generation and is held for this key's transfer; one
+        atomic step. So a ticket opens the pages of its own request only."""
         ...
 
     def unpin(self, pin_id: str) -> None:

@@ -41,7 +41,7 @@ class Outcome(StrEnum):
 class Reserve:
     """R → D: take this request. `token_ids` are the prompt followed by `num_forced` tokens already delivered.
 
-    prefill is None exactly in local mode. ticket: see kvtransfer.ticket. salt: tenant's prefix-cache salt.
+    prefill is None exactly in local mode. ticket: see kvtransfer.ticket. deadline_s: what is left of it.
     """
 
     key: Key
@@ -138,7 +138,7 @@ class Prefilled:
 class Grant:
     """D → P: the page indices D lacks and how many P may announce in all (absolute, monotone).
 
-    digest_salt is not needed: digests are independent of where a page lies. `ticket` repeats R's ticket.
+    `ticket` repeats R's, so that P can check this half on its own.
     """
 
     key: Key

@@ -23,6 +23,7 @@ class Entry:
     keys: tuple[bytes, ...] = ()
     token: TokenSampled | None = None
     hit_tokens: int = 0
+    computed_rows: int = 0
     num_preempted: int = 0
     queued_at: float = 0.0
     started_at: float = 0.0
@@ -38,7 +39,7 @@ class Entry:
         total = len(self.call.token_ids) if self.call else 0
         return Ledger(
             prefill_worker=worker_id,
-            prefill_computed_tokens=total - self.hit_tokens,
+            prefill_computed_tokens=min(self.computed_rows, total - self.hit_tokens),
             prefill_cached_tokens=self.hit_tokens,
             prefill_queue_s=max(0.0, self.started_at - self.queued_at),
             prefill_compute_s=max(0.0, self.done_at - self.started_at),

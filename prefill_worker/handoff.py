@@ -12,7 +12,7 @@ from kvtransfer.digest import page_digest
 from kvtransfer.effects import ComputeDigest, Effect
 from kvtransfer.port import WorkerPort
 from kvtransfer.transport import PageServer, PoolFacts, ServerConfig, transport
-from pdserve.kvcache.allocator import Holder, HolderKind, PageState
+from pdserve.kvcache.allocator import Holder, HolderKind
 from pdserve.types import Key
 from prefill_worker.loop import PrefillRole
 
@@ -88,11 +88,12 @@ class Handoff:
         """The page's generation as the mapped header has it."""
         return self._port.parts.pool.generation(page)
 
-    def pin(self, page: int, generation: int, pin_id: str) -> bool:
-        """Holds a sealed page of that generation for a send; one atomic step under the core's lock."""
+    def pin(self, page: int, generation: int, key: Key, pin_id: str) -> bool:
+        """Holds a page of that generation that this key's transfer holds; one step under the core's lock."""
         pages = self._port.parts.pages
+        transfer = Holder(HolderKind.TRANSFER, str(key))
         with self._port.lock:
-            if pages.generation(page) != generation or pages.state(page) is not PageState.SEALED:
+            if pages.generation(page) != generation or transfer not in pages.holders(page):
                 return False
             pages.hold(page, Holder(HolderKind.IO, pin_id))
             self._pinned[pin_id] = page

@@ -11,10 +11,10 @@ from dataclasses import replace
 from kvtransfer import ticket
 from kvtransfer.effects import AnswerPrefill, ComputeDigest, Count, Effect, ToDecoder
 from kvtransfer.session import prefill_events as table
-from kvtransfer.session.guard import RoleContext, Tombstones, cache_salt, check_call
+from kvtransfer.session.guard import LONGEST_TICKET_S, RoleContext, Tombstones, cache_salt, check_call
 from kvtransfer.session.prefill import PrefillSession
 from pdserve.errors import PermissionRefused
-from pdserve.kvcache.allocator import Holder, HolderKind
+from pdserve.kvcache.allocator import Holder, HolderKind, PageState
 from pdserve.kvcache.manager import PageManager
 from pdserve.kvcache.prefix import content_keys, tail_key
 from pdserve.messages import (
@@ -94,8 +94,6 @@ class PrefillRole:
         facts = check_call(self._ctx, call, now)
         if not isinstance(facts, ticket.TicketFacts):
             return [_refused(call.key, *facts)]
-        if facts.decode_incarnation != call.decode.incarnation:
-            return [_refused(call.key, Refusal.BAD_TICKET, "the ticket is for another decode worker")]
         recorded = self._stones.answer(call.key)
         if recorded is not None:
             return [AnswerPrefill(key=call.key, message=Prefilled(key=call.key, outcome=recorded))]
@@ -120,8 +118,9 @@ class PrefillRole:
         entry = self._live.get(key.request_id)
         if entry is not None and entry.session.key > key:
             return Outcome.SUPERSEDED, []
+        if entry is None or entry.session.key < key:
+            self._stones.put(key, Outcome.NEVER_STARTED, now + LONGEST_TICKET_S)
         if entry is None:
-            self._stones.put(key, Outcome.NEVER_STARTED, now + 2 * self._ctx.lease_s)
             return Outcome.NEVER_STARTED, []
         stop = table.Stop(outcome=Outcome.STOPPED, detail="cancelled", tell_peer=False)
         return Outcome.STOPPING, self._run(entry, stop, now)
@@ -148,6 +147,7 @@ class PrefillRole:
             case Started():
                 return self._on_started(entry, event, now)
             case PageReady():
+                entry.computed_rows += 0 if event.cached else event.valid_rows
                 return self._run(entry, self._sealed(entry, event), now)
             case TokenSampled():
                 entry.token = event
@@ -159,8 +159,7 @@ class PrefillRole:
                 return self._run(entry, table.PreemptedEvent(), now)
             case SeqFailed():
                 failed = table.Stop(outcome=Outcome.STOPPED, detail=event.message)
-                entry.session.computing = False
-                return self._run(entry, failed, now)
+                return self._run(entry, table.ComputeQuiet(), now) + self._run(entry, failed, now)
             case SeqStopped():
                 return self._run(entry, table.ComputeQuiet(), now)
             case _:
@@ -291,8 +290,7 @@ class PrefillRole:
             case table.PQueue():
                 return self._submit(entry)
             case table.PHold():
-                self._pages.hold(effect.page.page, Holder(HolderKind.TRANSFER, str(key)))
-                return self._digest(entry, effect)
+                return self._hold(entry, effect)
             case table.PRehash():
                 self._digests.pop(effect.page.page, None)
                 return [_compute(key, effect)]
@@ -324,6 +322,15 @@ class PrefillRole:
             )
         )  # fmt: skip
         return []
+
+    def _hold(self, entry: Entry, hold: table.PHold) -> list[Effect]:
+        page = hold.page.page
+        if self._pages.name(page) != hold.page or self._pages.state(page) is not PageState.SEALED:
+            # Asked for late: the page went on to somebody else. Decode computes the rest itself.
+            entry.todo.append(table.Stop(outcome=Outcome.EXPIRED, detail="the page is gone"))
+            return []
+        self._pages.hold(page, Holder(HolderKind.TRANSFER, str(entry.session.key)))
+        return self._digest(entry, hold)
 
     def _digest(self, entry: Entry, hold: table.PHold) -> list[Effect]:
         """A page's digest is computed once in its life, however often it is sent."""

@@ -194,9 +194,12 @@ class Hub:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.roster.tick()
-            self._services.dispatcher.tick()
-            self._on_change()
+            try:
+                self.roster.tick()
+                self._services.dispatcher.tick()
+                self._on_change()
+            except Exception:
+                log.exception("a tick failed; the next one goes on")
 
     # -- the end ---------------------------------------------------------------------------------------
 

@@ -47,9 +47,13 @@ class Links:
     def __iter__(self) -> Iterator[WorkerLink]:
         return iter(tuple(self._links.values()))
 
+    def take(self, incarnation: int) -> WorkerLink | None:
+        """Forgets a link at once, so that a new registration gets a new one; the caller closes it."""
+        return self._links.pop(incarnation, None)
+
     async def close(self, incarnation: int) -> None:
         """Closes a link, if there is one."""
-        link = self._links.pop(incarnation, None)
+        link = self.take(incarnation)
         if link is not None:
             await link.close()
 

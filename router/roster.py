@@ -113,7 +113,9 @@ class Roster:
         incarnation = record.peer.incarnation
         self._streams.pop(incarnation, None)
         self.on_lost(incarnation)
-        self._spawn(self.links.close(incarnation))
+        link = self.links.take(incarnation)
+        if link is not None:
+            self._spawn(link.close())
         self.on_change()
 
     # -- questions -------------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ class DecodeSession:
     num_pages: int = 0
     hit_pages: int = 0
     num_forced: int = 0
+    max_tokens: int = 0
     ticket: bytes = b""
     pages: dict[int, _Incoming] = field(default_factory=dict)
     finish: Finish | None = None
@@ -146,7 +147,7 @@ class DecodeSession:
     def _on_accepted(self, event: Accepted, now: float) -> list[DEffect]:
         self.num_pages, self.hit_pages = event.num_pages, event.hit_pages
         self.ticket, self.num_forced = event.ticket, event.num_forced
-        self.deadline_at = event.deadline_at
+        self.max_tokens, self.deadline_at = event.max_tokens, event.deadline_at
         if event.mode is HandoverMode.LOCAL:
             self.state = DState.LOCAL
             self.computing = True
@@ -213,6 +214,8 @@ class DecodeSession:
         self.granted_again_at = float("inf")
         if event.index != self.num_forced:
             return self._switch("the first token has the wrong index", tell_peer=True)
+        if event.finish is None and event.index + 1 >= self.max_tokens:
+            return self._switch("the first token was the last, and prefill did not say so", tell_peer=True)
         self.finish = self.finish or event
         return self._maybe_run()
 

@@ -13,7 +13,7 @@ from pdserve.types import FinishReason, HandoverMode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """The request was taken: pages are reserved and prefix hits held. want: indices that D lacks."""
+    """The request was taken: pages are reserved, prefix hits held. Indices from hit_pages on are lacking."""
 
     mode: HandoverMode
     num_pages: int
@@ -21,6 +21,7 @@ class Accepted:
     ticket: bytes
     deadline_at: float
     num_forced: int
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

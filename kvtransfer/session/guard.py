@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvtransfer import ticket
 from pdserve.errors import PermissionRefused
 from pdserve.messages import Outcome, PrefillRequest, Refusal, Reserve
-from pdserve.types import Key, SamplingParams
+from pdserve.types import HandoverMode, Key, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,10 @@ class RoleContext:
     def num_pages(self, num_tokens: int) -> int:
         """Pages that hold so many tokens."""
         return -(-num_tokens // self.page_size)
+
+
+LONGEST_TICKET_S = 660.0
+"""No ticket lives longer: the longest deadline (security.md §6) and some leases."""
 
 
 def cache_salt(tenant: str) -> bytes:
@@ -87,14 +91,31 @@ def check_call(
     """Guard 1 of protocol.md §9: receiver incarnation and ticket. The facts, or why it is refused."""
     if call.receiver_incarnation != ctx.incarnation:
         return Refusal.STALE_INCARNATION, "this worker was restarted since"
-    side = ticket.Side.DECODE if isinstance(call, Reserve) else ticket.Side.PREFILL
+    if isinstance(call, Reserve):
+        side, emitter, mode = ticket.Side.DECODE, ctx.worker_id, call.mode
+    else:
+        side, emitter, mode = ticket.Side.PREFILL, call.decode.worker_id, HandoverMode.DISAGGREGATED
     try:
-        return ticket.verify(
+        facts = ticket.verify(
             ctx.secret, call.ticket, now=now, side=side, key=call.key, incarnation=ctx.incarnation,
-            tenant=call.tenant, request_hash=ticket.request_hash(call.token_ids, call.sampling),
+            emitter=emitter, tenant=call.tenant, mode=mode,
+            request_hash=ticket.request_hash(call.token_ids, call.sampling),
         )  # fmt: skip
     except (PermissionRefused, ValueError) as error:
         return Refusal.BAD_TICKET, str(error)
+    problem = _other_side(call, facts)
+    if problem is None and ctx.num_pages(len(call.token_ids)) > facts.page_budget:
+        problem = "the request needs more pages than its ticket allows"
+    return facts if problem is None else (Refusal.BAD_TICKET, problem)
+
+
+def _other_side(call: Reserve | PrefillRequest, facts: ticket.TicketFacts) -> str | None:
+    """Whether the worker on the other side is the one the ticket names."""
+    if isinstance(call, PrefillRequest):
+        same = facts.decode_incarnation == call.decode.incarnation
+    else:
+        same = call.prefill is None or facts.prefill_incarnation == call.prefill.incarnation
+    return None if same else "the ticket names another worker for the other side"
 
 
 def sampling_room(num_prompt: int, sampling: SamplingParams, max_context: int) -> int:

@@ -81,7 +81,7 @@ class PrefillSession:
     computing: bool = False
     lease_until: float = 0.0
     deadline_at: float = float("inf")
-    finish_at: float = float("inf")
+    repeat_at: float = float("inf")
     outcome: Outcome = Outcome.UNKNOWN
 
     # -- what drivers may ask ---------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class PrefillSession:
         """When Tick is due next; infinity if never."""
         if not self.live:
             return float("inf")
-        return min(self.lease_until, self.deadline_at, self.finish_at)
+        return min(self.lease_until, self.deadline_at, self.repeat_at)
 
     @property
     def num_announced(self) -> int:
@@ -225,6 +225,7 @@ class PrefillSession:
                 break
             if page.held and page.digest is not None and not page.announced:
                 page.announced = True
+                self.repeat_at = min(self.repeat_at, now + self.lease_s / 4)
                 left -= 1
                 out.append(PSend(message=self._announcement(index, page)))
         return out + self._maybe_finish(now)
@@ -235,11 +236,20 @@ class PrefillSession:
         if any(i not in self.pages or not self.pages[i].announced for i in self.want):
             return []
         self.state = PState.SENT
-        return self._send_finish(now)
+        self.repeat_at = now + self.lease_s / 4
+        return self._send_finish()
 
-    def _send_finish(self, now: float) -> list[PEffect]:
+    def _repeat(self, now: float) -> list[PEffect]:
+        """Whatever decode has not answered may have been lost: announce it again, and Finish."""
+        open_pages = [i for i, p in sorted(self.pages.items()) if p.announced and p.held and not p.rehashing]
+        out: list[PEffect] = [PSend(message=self._announcement(i, self.pages[i])) for i in open_pages]
+        if self.state is PState.SENT:
+            out += self._send_finish()
+        self.repeat_at = now + self.lease_s / 4 if out else float("inf")
+        return out
+
+    def _send_finish(self) -> list[PEffect]:
         assert self.first is not None
-        self.finish_at = now + self.lease_s / 4
         announced = [(i, p.digest) for i, p in sorted(self.pages.items()) if p.announced and p.digest]
         message = Finish(
             key=self.key, index=self.first.index, token_id=self.first.token_id,
@@ -272,7 +282,7 @@ class PrefillSession:
 
     def _on_nack(self, event: Nack, now: float) -> list[PEffect]:
         page = self.pages.get(event.index)
-        if not self.live or page is None or not page.held or page.rehashing:
+        if not self.live or page is None or not (page.announced and page.held) or page.rehashing:
             return []
         self.lease_until = now + self.lease_s
         page.resends += 1
@@ -317,6 +327,4 @@ class PrefillSession:
             never = self.state is PState.HALF
             outcome = Outcome.NEVER_STARTED if never else Outcome.EXPIRED
             return self._stop(outcome, "the other half never came" if never else "lease over", tell_peer=True)
-        if now >= self.finish_at and self.state is PState.SENT:
-            return self._send_finish(now)
-        return []
+        return self._repeat(now) if now >= self.repeat_at else []

@@ -25,6 +25,7 @@ from kvtransfer.reads import Counters
 from kvtransfer.stream import FrameReceiver, FrameSender
 from kvtransfer.transport import PageSource, ServerConfig
 from kvtransfer.wire import Code, Frame, Hello, Kind, Read, WireError, pack
+from pdserve.types import Key
 
 _serial = itertools.count()
 
@@ -86,6 +87,7 @@ class _Job:
     sequence: int
     page: int = 0
     generation: int = 0
+    key: Key | None = None
     answer: bytes = b""
 
 
@@ -154,7 +156,7 @@ class _Connection:
         elif read.page >= self._source.facts.num_pages:
             code = Code.NO_SUCH_PAGE
         if code is Code.NONE:
-            return _Job(sequence, read.page, read.generation)
+            return _Job(sequence, read.page, read.generation, read.key)
         self._counters.add("denied")
         return _Job(sequence, answer=pack(Kind.DENIED, code=code, sequence=sequence))
 
@@ -180,7 +182,8 @@ class _Connection:
         if job.answer:
             return (job.answer,)
         pin_id = f"tcp:{self._id}:{next(_serial)}"  # sequences are the reader's, and it may use one again
-        if not self._source.pin(job.page, job.generation, pin_id):
+        assert job.key is not None
+        if not self._source.pin(job.page, job.generation, job.key, pin_id):
             self._counters.add("stale")
             return (pack(Kind.STALE, sequence=job.sequence),)
         self._pin_id = pin_id

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -62,12 +63,13 @@ def _guard_coroutine(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awa
     return guarded
 
 
-def _guard_generator(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+def _guard_generator(method: Callable[..., AsyncGenerator[Any]]) -> Callable[..., AsyncIterator[Any]]:
     async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
             _check(request)
-            async for response in method(request, context):
-                yield response
+            async with contextlib.aclosing(method(request, context)) as responses:
+                async for response in responses:
+                    yield response
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:

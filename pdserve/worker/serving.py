@@ -29,6 +29,8 @@ from pdserve.worker.services import SERVICE, WorkerServicer
 
 STUCK_AFTER_S = 5.0
 """A step that takes longer makes the worker unready (reliability.md, health)."""
+QUARANTINE_BUDGET = 0.05
+"""Share of the pool that may be quarantined; over it the worker is unready and restarts (protocol.md §1)."""
 MAX_MESSAGE_BYTES = 16 << 20
 
 
@@ -104,16 +106,15 @@ class Serving:
             num_waiting=scheduler.num_waiting,
             waiting_tokens=scheduler.waiting_tokens,
             draining=self._draining,
-            ready=not stuck,
+            ready=not stuck and counts[PageState.QUARANTINED] <= QUARANTINE_BUDGET * pages.num_pages,
         )
 
     def state(self) -> WorkerState:
         """The answer to GetWorkerStatus."""
+        with self._driver.lock:  # page servers pin from threads of their own
+            problem = self._core.check_integrity()
         return WorkerState(
-            record=self.record,
-            load=self.load(),
-            integrity_problem=self._core.check_integrity(),
-            idle=self._core.idle,
+            record=self.record, load=self.load(), integrity_problem=problem, idle=self._core.idle
         )
 
     async def describe(self) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class Host:
     def generation(self, page: int) -> int:
         return self.pool.generation(page)
 
-    def pin(self, page: int, generation: int, pin_id: str) -> bool:
+    def pin(self, page: int, generation: int, key: Key, pin_id: str) -> bool:
         self.before_pin(page)
         with self.changed:
             if self.pool.generation(page) != generation:

@@ -50,9 +50,9 @@ def _prompts(world: World, count: int) -> list[tuple[int, ...]]:
     return prompts
 
 
-def run_seed(seed: int) -> tuple[World, SimRouter, set[str]]:
+def run_seed(seed: int, loss: float = 0.0) -> tuple[World, SimRouter, set[str]]:
     """One run to quiescence; returns what is needed to judge it."""
-    world = World(seed)
+    world = World(seed, loss)
     router = _fleet(world)
     cancelled: set[str] = set()
     for i, prompt in enumerate(_prompts(world, 24)):
@@ -71,7 +71,19 @@ def run_seed(seed: int) -> tuple[World, SimRouter, set[str]]:
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_every_stream_is_right_and_every_pool_ends_idle(seed: int) -> None:
-    world, router, cancelled = run_seed(seed)
+    judge(seed, *run_seed(seed))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lost_messages_between_workers_cost_time_but_nothing_else(seed: int) -> None:
+    world, router, cancelled = run_seed(seed, loss=0.1)
+    judge(seed, world, router, cancelled)
+    assert world.lost or not any(worker.moved for worker in router.workers.values())
+    assert world.now < 100.0, "a lost message held a request until its deadline"
+
+
+def judge(seed: int, world: World, router: SimRouter, cancelled: set[str]) -> None:
+    """S1, S2, S3 and idle pools at the end."""
     trace = "\n".join(world.trace[-60:])
     for name, request in router.requests.items():
         state, end = request.state, request.ended

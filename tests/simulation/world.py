@@ -40,8 +40,10 @@ TENANT = "sim"
 class World:
     """Virtual time and ordered, delayed links."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, loss: float = 0.0) -> None:
+        """loss: share of the messages between workers that never arrive."""
         self.rng = random.Random(seed)
+        self.loss, self.lost = loss, 0
         self.now = 0.0
         self.trace: list[str] = []
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -186,6 +188,9 @@ class SimWorker:
                     self.header[page] = generation
 
     def _to(self, target: SimWorker, make: Callable[[float], list[fx.Effect]]) -> None:
+        if self.world.loss and self.world.rng.random() < self.world.loss:
+            self.world.lost += 1
+            return
         self.world.send(self.name, target.name, lambda: target.feed(make))
 
     # -- data plane and engine --------------------------------------------------------------------------

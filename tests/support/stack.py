@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.client import Client, FleetStatus
 from pdserve.config.worker import WorkerConfig
@@ -64,7 +65,16 @@ class Stack:
         for name, _ in names:
             stack.wait_started(name)
         stack.until(lambda status: len(usable(status)) == len(names))
+        stack.wait_serving()
         return stack
+
+    def wait_serving(self) -> None:
+        """Returns when the router has the model's tokenizer and serves."""
+        with grpc.insecure_channel(self.address) as channel:
+            request = health_pb2.HealthCheckRequest(service="pdserve.rpc.v1.InferenceService")
+            for answer in health_pb2_grpc.HealthStub(channel).Watch(request, timeout=LIMIT_S):
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
 
     def launch(self, name: str, role: Role) -> None:
         """Starts a worker process; see wait_started."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,15 +108,16 @@ finishes = st.sampled_from(types.FinishReason)
 outcomes = st.sampled_from(messages.Outcome)
 modes = st.sampled_from(types.HandoverMode)
 tokens = st.lists(u32, min_size=4, max_size=8).map(tuple)
+orders = st.builds(replace, samplings, max_tokens=st.integers(4, 2**32 - 1))
 work: dict[str, Any] = {
     "key": keys,
     "receiver_incarnation": u64,
     "ticket": blob,
     "token_ids": tokens,
     "num_forced": st.integers(0, 3),
-    "sampling": samplings,
+    "sampling": orders,
     "tenant": text,
-    "deadline_s": double,
+    "deadline_s": st.floats(0.001, 600),
     "priority": i32,
     "use_prefix_cache": st.booleans(),
     "trace_id": text,
@@ -323,6 +325,8 @@ def incomplete() -> list[tuple[Callable[[Any], Any], Any]]:
         (convert.reserve_from_pb, good_reserve(mode=1)),  # disaggregated, but no prefill worker
         (convert.reserve_from_pb, good_reserve(mode=9)),
         (convert.reserve_from_pb, good_reserve(num_forced=2)),  # no prompt token left
+        (convert.reserve_from_pb, good_reserve(deadline_s=float("nan"))),
+        (convert.reserve_from_pb, good_reserve(deadline_s=0.0)),
         (convert.prefill_from_pb, prefill_pb2.PrefillRequest(key={"request_id": "r"}, token_ids=[1])),
         (convert.decode_event_from_pb, decode_pb2.ReserveResponse(key={"request_id": "r"})),
         (convert.decode_event_from_pb, decode_pb2.ReserveResponse(key={"request_id": "r"}, ended={})),

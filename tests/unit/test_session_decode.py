@@ -40,8 +40,18 @@ def read(index: int, status: ReadStatus = ReadStatus.GOOD) -> ev.ReadEnded:
     return ev.ReadEnded(index=index, status=status, digest=digest(index))
 
 
-def accepted(mode: HandoverMode = HandoverMode.DISAGGREGATED, hits: int = 0) -> ev.Accepted:
-    return ev.Accepted(mode=mode, num_pages=2, hit_pages=hits, ticket=b"t", deadline_at=100.0, num_forced=0)
+def accepted(
+    mode: HandoverMode = HandoverMode.DISAGGREGATED, hits: int = 0, max_tokens: int = 50
+) -> ev.Accepted:
+    return ev.Accepted(
+        mode=mode,
+        num_pages=2,
+        hit_pages=hits,
+        ticket=b"t",
+        deadline_at=100.0,
+        num_forced=0,
+        max_tokens=max_tokens,
+    )
 
 
 def session(*events: Any) -> DecodeSession:
@@ -135,6 +145,11 @@ def test_d5_a_wrong_digest_of_digests_never_commits() -> None:
 def test_d5_a_first_token_with_the_wrong_index_never_commits() -> None:
     effects = session(*VERIFIED).step(finish(index=1), 0.0)
     assert sent(effects, Commit) == []
+
+
+def test_d5_a_last_token_that_prefill_does_not_call_the_last_never_commits() -> None:
+    made = session(accepted(max_tokens=1), *VERIFIED[1:])
+    assert has(made.step(finish(), 0.0), ev.DRunLocal)
 
 
 def test_d5_a_request_that_ends_with_its_first_token_ends_here() -> None:

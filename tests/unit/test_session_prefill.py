@@ -115,6 +115,20 @@ def test_p6_finish_is_repeated_each_quarter_lease_until_commit() -> None:
     assert made.step(ev.Tick(), L) == []
 
 
+def test_p4_what_decode_has_not_answered_is_announced_again() -> None:
+    """A lost Announce, or a lost Nack, must not hold the request until its deadline."""
+    made = session(*COMPUTING, sealed(0), digested(0), sealed(1), digested(1))
+    made.step(Ack(key=KEY, index=1), 0.0)
+    assert [a.index for a in sent(made.step(ev.Tick(), L / 4), Announce)] == [0]
+    made.step(Ack(key=KEY, index=0), L / 4)
+    assert made.step(ev.Tick(), L / 2) == []
+
+
+def test_p8_a_nack_for_what_was_not_announced_means_nothing() -> None:
+    made = session(*COMPUTING, sealed(0))
+    assert made.step(Nack(key=KEY, index=0, digest=b"x" * 16), 0.0) == []
+
+
 def test_p7_an_ack_drops_the_hold_once() -> None:
     made = session(*COMPUTING, sealed(0), digested(0))
     assert made.step(Ack(key=KEY, index=0), 0.0) == [ev.PDrop(index=0, page=page(0))]

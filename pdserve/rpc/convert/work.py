@@ -23,11 +23,12 @@ from pdserve.rpc.convert.values import (
     usage_from_pb,
     usage_to_pb,
 )
-from pdserve.rpc.v1 import decode_pb2, prefill_pb2
-from pdserve.types import HandoverMode, Key
+from pdserve.rpc.v1 import common_pb2, decode_pb2, prefill_pb2
+from pdserve.types import HandoverMode, Key, SamplingParams
 
 DecodeEvent = Reserved | Refused | Token | Ended
 PrefillResult = Prefilled | Refused
+MAX_DEADLINE_S = 86400.0
 
 
 def reserve_to_pb(value: Reserve) -> decode_pb2.ReserveRequest:
@@ -59,11 +60,11 @@ def reserve_from_pb(message: decode_pb2.ReserveRequest) -> Reserve:
         ticket=message.ticket,
         token_ids=_tokens(message.token_ids, message.num_forced),
         num_forced=message.num_forced,
-        sampling=sampling_from_pb(message.sampling),
+        sampling=_sampling(message.sampling, message.num_forced),
         tenant=message.tenant,
         mode=mode,
         prefill=peer_from_pb(message.prefill) if message.HasField("prefill") else None,
-        deadline_s=message.deadline_s,
+        deadline_s=_deadline(message.deadline_s),
         priority=message.priority,
         use_prefix_cache=message.use_prefix_cache,
         trace_id=message.trace_id,
@@ -95,14 +96,27 @@ def prefill_from_pb(message: prefill_pb2.PrefillRequest) -> PrefillRequest:
         ticket=message.ticket,
         token_ids=_tokens(message.token_ids, message.num_forced),
         num_forced=message.num_forced,
-        sampling=sampling_from_pb(message.sampling),
+        sampling=_sampling(message.sampling, message.num_forced),
         tenant=message.tenant,
         decode=peer_from_pb(message.decode),
-        deadline_s=message.deadline_s,
+        deadline_s=_deadline(message.deadline_s),
         priority=message.priority,
         use_prefix_cache=message.use_prefix_cache,
         trace_id=message.trace_id,
     )
+
+
+def _deadline(seconds: float) -> float:
+    if not 0 < seconds < MAX_DEADLINE_S:
+        raise InvalidRequest.field("deadline_s", "must be a positive number of seconds")
+    return seconds
+
+
+def _sampling(message: common_pb2.Sampling, num_forced: int) -> SamplingParams:
+    sampling = sampling_from_pb(message)
+    if sampling.max_tokens <= num_forced:
+        raise InvalidRequest.field("max_tokens", "must leave at least one token to make")
+    return sampling
 
 
 def _tokens(ids: Iterable[int], num_forced: int) -> tuple[int, ...]:

@@ -1,0 +1,109 @@
+"""Page reads in flight on a decode worker: target pages, I/O pins, and reads that do not end. Pure.
+
+What lives here: which read writes which page. What does not: when to read (`kvtransfer.session.decode`) and
+the transports (`decode_worker.reads`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decode_worker.entry import Entry
+from kvtransfer.effects import CancelRead, Count, Effect, StartRead
+from kvtransfer.session.decode_events import ReadEnded
+from kvtransfer.session.guard import RoleContext
+from kvtransfer.transport import ReadStatus
+from pdserve.kvcache.allocator import Holder, HolderKind, PageState
+from pdserve.kvcache.manager import PageManager
+from pdserve.messages import Announce
+
+
+@dataclass(slots=True, kw_only=True)
+class Read:
+    """One page read in flight."""
+
+    entry: Entry
+    index: int
+    page: int
+    started_at: float
+    cancelled: bool = False
+    quarantined: bool = False
+
+    def due(self, lease_s: float) -> float:
+        """When something is to be done about it: after one lease, and after two."""
+        if self.quarantined:
+            return float("inf")
+        return self.started_at + (2 * lease_s if self.cancelled else lease_s)
+
+
+class Pulls:
+    """All reads of one decode worker. Called by the control thread only."""
+
+    def __init__(self, ctx: RoleContext, pages: PageManager) -> None:
+        self._ctx = ctx
+        self._pages = pages
+        self._reads: dict[int, Read] = {}
+        self._next = 1
+
+    def next_timer(self) -> float:
+        """When tick is due next; infinity if never."""
+        return min((read.due(self._ctx.lease_s) for read in self._reads.values()), default=float("inf"))
+
+    def start(self, entry: Entry, announce: Announce, now: float) -> list[Effect]:
+        """Pins the target page of an announced one and pulls it, if it is the page our tokens ask for."""
+        peer = entry.call.prefill
+        assert peer is not None
+        if not entry.held.expects(announce):
+            # Not our prefix: the bytes may be right for somebody else's (protocol.md §2, content key).
+            entry.todo.append(ReadEnded(index=announce.index, status=ReadStatus.STALE, digest=b""))
+            return [Count(name="wrong_content_key")]
+        entry.announced_at = entry.announced_at or now
+        read_id, page = self._next, entry.held.pages[announce.index]
+        self._next += 1
+        self._reads[read_id] = Read(entry=entry, index=announce.index, page=page, started_at=now)
+        self._pages.hold(page, Holder(HolderKind.IO, f"read:{read_id}"))
+        if self._pages.state(page) is PageState.RESERVED:
+            self._pages.fill(page)
+        return [
+            StartRead(
+                read_id=read_id,
+                peer=peer,
+                key=announce.key,
+                ticket=entry.call.ticket,
+                source=announce.page,
+                index=announce.index,
+                valid_rows=announce.valid_rows,
+                digest=announce.digest,
+                target_page=page,
+            )
+        ]
+
+    def cancel(self, entry: Entry) -> list[Effect]:
+        """Cancels the reads of one key that have not begun."""
+        return [CancelRead(read_id=i) for i, read in self._reads.items() if read.entry is entry]
+
+    def done(self, read_id: int, status: ReadStatus, digest: bytes, path: str) -> tuple[Entry, ReadEnded]:
+        """A read ended: its pin goes. Whose it was, and what that session has to hear."""
+        read = self._reads.pop(read_id)
+        self._pages.drop(read.page, Holder(HolderKind.IO, f"read:{read_id}"))
+        if status is ReadStatus.GOOD:
+            read.entry.moved_pages += 1
+            read.entry.path = path
+        elif status is ReadStatus.MISMATCH:
+            read.entry.resent += 1
+        return read.entry, ReadEnded(index=read.index, status=status, digest=digest)
+
+    def tick(self, now: float) -> list[Effect]:
+        """A read over one lease is cancelled, which ends it if it has not begun. One that was begun and
+        does not end within another lease: its page is never used again (protocol.md §1)."""
+        out: list[Effect] = []
+        for read_id, read in self._reads.items():
+            age = now - read.started_at
+            if age >= self._ctx.lease_s and not read.cancelled:
+                read.cancelled = True
+                out.append(CancelRead(read_id=read_id))
+            if age >= 2 * self._ctx.lease_s and not read.quarantined:
+                read.quarantined = True
+                self._pages.quarantine(read.page)
+                out.append(Count(name="quarantined"))
+        return out
