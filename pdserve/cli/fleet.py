@@ -27,7 +27,6 @@ def run(config: ServeConfig) -> int:
         try:
             run_dir = stack.enter_context(run_directory("fleet"))
             logs = stack.enter_context(ray_of(config, phases))
-            signals.rearm()
             fleet = start_workers(config, phases, secret=secret, routers=config.routers, run_dir=run_dir)
             stack.callback(fleet.shutdown, 0.0)
             with telling_logs(logs):

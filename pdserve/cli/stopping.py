@@ -29,11 +29,6 @@ class StopSignals:
         self._stage = _Stage.STARTING
         self._before: dict[signal.Signals, object] = {}
 
-    def rearm(self) -> None:
-        """Takes the signals back: Ray installs handlers of its own when it starts."""
-        for number in SIGNALS:
-            signal.signal(number, self._on_signal)
-
     def serving(self) -> None:
         """From now on a signal asks for a drain."""
         self._stage = _Stage.SERVING
@@ -47,8 +42,8 @@ class StopSignals:
         self._stage = _Stage.ENDING
 
     def __enter__(self) -> StopSignals:
-        self._before = {number: signal.getsignal(number) for number in SIGNALS}
-        self.rearm()
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(

@@ -31,7 +31,7 @@ def run(config: ServeConfig, file: Path | None) -> int:
     secret = secrets.token_hex(32)
     with StopSignals() as signals, contextlib.ExitStack() as stack:
         try:
-            router, fleet = _start(config, file, phases, secret, signals, stack)
+            router, fleet = _start(config, file, phases, secret, stack)
             _ready(router, config, phases)
             signals.serving()
             code = _serve(router, signals)
@@ -47,12 +47,7 @@ def run(config: ServeConfig, file: Path | None) -> int:
 
 
 def _start(
-    config: ServeConfig,
-    file: Path | None,
-    phases: Phases,
-    secret: str,
-    signals: StopSignals,
-    stack: contextlib.ExitStack,
+    config: ServeConfig, file: Path | None, phases: Phases, secret: str, stack: contextlib.ExitStack
 ) -> tuple[RouterChild, FleetHandle]:
     """Starts all parts. What has been started is ended by the stack, whatever happens."""
     run_dir = stack.enter_context(run_directory("up"))
@@ -60,7 +55,6 @@ def _start(
         router = RouterChild.start(router_arguments(config, file), secret)
     stack.callback(router.kill)
     logs = stack.enter_context(ray_of(config, phases))
-    signals.rearm()
     routers = (advertised(router.address),)
     fleet = start_workers(config, phases, secret=secret, routers=routers, run_dir=run_dir)
     stack.callback(fleet.shutdown, 0.0)

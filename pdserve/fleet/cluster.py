@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import secrets
+import signal
 import socket
 import threading
 from collections.abc import Iterator, MutableMapping
@@ -107,7 +108,7 @@ def _restored(environ: MutableMapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def joined_ray(address: str) -> Iterator[None]:
-    """Joins a running cluster for the time of the block. Raises ConfigError or Unavailable."""
+    """Joins a running cluster for the time of the block, from the main thread. Raises PdserveError."""
     _probe(address)
     with _restored(os.environ):
         join_environment(os.environ)
@@ -121,6 +122,7 @@ def joined_ray(address: str) -> Iterator[None]:
 def _init(**options: object) -> None:
     import ray
 
+    terminate = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             namespace=NAMESPACE,
@@ -134,6 +136,9 @@ def _init(**options: object) -> None:
         if any("InvalidAuthToken" in str(link) for link in _chain(err)):
             raise ConfigError("ray_address: the cluster refused the token") from None
         raise Unavailable("Ray can not be reached, or did not start") from None
+    finally:
+        # Ray puts a handler of its own there, which ends the process without a word to us.
+        signal.signal(signal.SIGTERM, terminate)
 
 
 def _chain(err: BaseException | None) -> Iterator[BaseException]:

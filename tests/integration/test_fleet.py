@@ -28,8 +28,10 @@ REPO = Path(__file__).resolve().parents[2]
 def ray_here() -> Iterator[None]:
     """One local Ray for the tests of this file; none of its processes may outlive it."""
     before = {process.pid for process in descendants()}
+    terminate = signal.getsignal(signal.SIGTERM)
     os.environ["PYTHONPATH"] = str(REPO)
     with local_ray():
+        assert signal.getsignal(signal.SIGTERM) == terminate
         yield
         ours = descendants(before)
         assert len(ours) >= 4

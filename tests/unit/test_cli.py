@@ -157,6 +157,7 @@ def test_progress_without_a_terminal_is_a_line_per_tenth(capsys: pytest.CaptureF
 
 
 def test_signals_interrupt_the_start_ask_while_serving_and_never_cut_the_end_short() -> None:
+    before = signal.getsignal(signal.SIGTERM)
     with StopSignals() as signals:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
@@ -169,7 +170,7 @@ def test_signals_interrupt_the_start_ask_while_serving_and_never_cut_the_end_sho
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize(("system", "machine"), [("Darwin", "arm64"), ("Linux", "riscv64")])
