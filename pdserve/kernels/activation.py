@@ -14,7 +14,7 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, with gate the first F columns and up the last; in float32, rounded once to dtype."""
     gate_up_T2F = gate_up_T2F.contiguous()
     rows, width = gate_up_T2F.shape
-    out = torch.empty((rows, width // 2), dtype=gate_up_T2F.dtype)
+    out = torch.empty(rows, width // 2, dtype=gate_up_T2F.dtype)
     code = DTYPE_CODE[gate_up_T2F.dtype]
     library().pds_silu_mul(out.data_ptr(), gate_up_T2F.data_ptr(), rows, width // 2, code)
     return out

@@ -68,7 +68,7 @@ def linear(x_MK: torch.Tensor, packed: PackedLinear, *, out_float32: bool = Fals
     assert x_MK.dtype is packed.dtype
     x_MK = x_MK.contiguous()
     rows = x_MK.shape[0]
-    out = torch.empty((rows, packed.num_out), dtype=torch.float32 if out_float32 else packed.dtype)
+    out = torch.empty(rows, packed.num_out, dtype=torch.float32 if out_float32 else packed.dtype)
     library().pds_linear(
         out.data_ptr(), x_MK.data_ptr(), packed.weight.data_ptr(),
         None if packed.bias is None else packed.bias.data_ptr(),

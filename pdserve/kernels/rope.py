@@ -54,7 +54,7 @@ def rope_and_write_kv(
     assert cos_TD.dtype is torch.float32
     qkv_TF = qkv_TF.contiguous()
     tokens, dtype = qkv_TF.shape[0], qkv_TF.dtype
-    q_THD = torch.empty((tokens, num_heads, kv.head_dim), dtype=dtype)
+    q_THD = torch.empty(tokens, num_heads, kv.head_dim, dtype=dtype)
     status = library().pds_rope_and_write_kv(
         q_THD.data_ptr(), qkv_TF.data_ptr(), cos_TD.data_ptr(), sin_TD.data_ptr(), kv.native, layer,
         slots_T.data_ptr(), tokens, num_heads, None if q_norm_D is None else q_norm_D.data_ptr(),
