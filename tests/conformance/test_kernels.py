@@ -1,14 +1,13 @@
 """Every kernel's implementations against one another, and that a row's bits depend on nothing but the row.
 
 float32 is compared within rounding; bfloat16 within one rounding of its result (2^-8 of the largest value:
-both sides sum in float32 and round once). The identity tests compare bits.
+both sides sum in float32 and round once). Attention has a suite of its own (`test_kernels_attention`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ import torch
 from pdserve.errors import ConfigError, InternalError
 from pdserve.kernels import native
 from pdserve.kernels.activation import silu_mul, silu_mul_reference
-from pdserve.kernels.attention import paged_attention, paged_attention_reference
-from pdserve.kernels.attention_meta import AttentionMeta
 from pdserve.kernels.embedding import embed, select_rows
 from pdserve.kernels.kv_view import KVView, inner_layout, read_kv
 from pdserve.kernels.linear import PackedLinear, linear, linear_reference
@@ -30,11 +27,18 @@ from pdserve.kernels.rope import (
     rope_and_write_kv_reference,
 )
 from pdserve.kernels.write_kv import write_kv, write_kv_reference
+from tests.conformance.kernel_kit import (
+    BOUND,
+    SHAPES,
+    Heads,
+    assert_near,
+    both_dtypes,
+    every_shape,
+    make_kv,
+    randn,
+)
 
 pytestmark = pytest.mark.smoke
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BOUND = {"float32": 1e-5, "bfloat16": 2**-8}
-both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 OPS: dict[str, dict[str, Callable[..., Any]]] = {
     "rms_norm": {"native": rms_norm, "reference": rms_norm_reference},
     "add_rms_norm": {"native": add_rms_norm, "reference": add_rms_norm_reference},
@@ -43,7 +47,6 @@ OPS: dict[str, dict[str, Callable[..., Any]]] = {
     "apply_rope": {"native": apply_rope, "reference": apply_rope_reference},
     "rope_and_write_kv": {"native": rope_and_write_kv, "reference": rope_and_write_kv_reference},
     "write_kv": {"native": write_kv, "reference": write_kv_reference},
-    "paged_attention": {"native": paged_attention, "reference": paged_attention_reference},
 }
 
 
@@ -58,68 +61,6 @@ def _seeded_and_threaded() -> Iterator[None]:
     torch.manual_seed(7)
     yield
     native.set_num_threads(before)
-
-
-def randn(dtype: str, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape).to(DTYPES[dtype])
-
-
-def assert_near(got: torch.Tensor, wanted: torch.Tensor, dtype: str) -> None:
-    """Within BOUND of the largest value of `wanted` (float32 or float64)."""
-    scale = wanted.abs().max().clamp_min(1e-3)
-    assert torch.isfinite(got).all()
-    assert ((got.double() - wanted.double()).abs().max() / scale).item() <= BOUND[dtype]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heads:
-    """Shape of an attention layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    dim: int
-
-
-SHAPES = {
-    "smollm2-gqa": Heads(num_heads=9, num_kv_heads=3, dim=64),
-    "mha": Heads(num_heads=4, num_kv_heads=4, dim=32),
-    "mqa": Heads(num_heads=8, num_kv_heads=1, dim=128),
-    "wide-group": Heads(num_heads=40, num_kv_heads=2, dim=16),
-    "tiny": Heads(num_heads=6, num_kv_heads=2, dim=8),
-    "odd-dim": Heads(num_heads=2, num_kv_heads=2, dim=90),
-    "dim-256": Heads(num_heads=2, num_kv_heads=1, dim=256),
-}
-every_shape = pytest.mark.parametrize("heads", SHAPES.values(), ids=SHAPES.keys())
-
-
-def make_kv(dtype: str, heads: Heads, *, page_size: int = 16, num_pages: int = 64, layers: int = 2) -> KVView:
-    page = layers * 2 * heads.num_kv_heads * heads.dim * page_size
-    stride = page + 64
-    # Rows that nobody wrote must not matter, so they start as NaN.
-    storage = torch.full((num_pages * stride,), float("nan"), dtype=DTYPES[dtype])
-    return KVView(
-        storage=storage, page_stride=stride, num_pages=num_pages, num_layers=layers,
-        num_kv_heads=heads.num_kv_heads, head_dim=heads.dim, page_size=page_size, dtype=dtype,
-    )  # fmt: skip
-
-
-def tables(lens: list[int], page_size: int, num_pages: int = 64) -> list[list[int]]:
-    """Disjoint pages for sequences of so many tokens, in no order."""
-    pages = torch.randperm(num_pages).tolist()
-    return [[pages.pop() for _ in range(-(-length // page_size))] for length in lens]
-
-
-def filled(
-    dtype: str, heads: Heads, lens: list[int], *, page_size: int = 16
-) -> tuple[KVView, list[list[int]]]:
-    """Pages that hold random K and V of sequences of so many tokens, the same for every page size."""
-    kv, pages = make_kv(dtype, heads, page_size=page_size), tables(lens, page_size)
-    slots = AttentionMeta.build(lens, lens, pages, page_size=page_size).slots_T
-    generator = torch.Generator().manual_seed(11)
-    rows = torch.randn(2, sum(lens), heads.num_kv_heads, heads.dim, generator=generator).to(DTYPES[dtype])
-    for layer in range(kv.num_layers):
-        write_kv_reference(rows[0] * (layer + 1), rows[1] + layer, kv, layer, slots)
-    return kv, pages
 
 
 class TestElementwise:
@@ -272,98 +213,6 @@ class TestRopeAndWrite:
         for slot in (-1, 4 * 16, 2**31 - 1):
             with pytest.raises(InternalError):
                 write_kv(row, row, kv, 0, torch.tensor([slot], dtype=torch.int32))
-
-
-class TestAttention:
-    @both_dtypes
-    @every_shape
-    @pytest.mark.parametrize("page_size", [16, 32])
-    @pytest.mark.parametrize("window", [0, 1, 21, 200])
-    def test_mixed_step(self, dtype: str, heads: Heads, page_size: int, window: int) -> None:
-        """Decode rows, a whole prompt, chunks that end inside a pair, a block, a page and a span."""
-        context = [1, 2, 33, 40, 300, 131]
-        query = [1, 1, 33, 17, 1, 70]
-        kv, pages = filled(dtype, heads, context, page_size=page_size)
-        meta = AttentionMeta.build(query, context, pages, page_size=page_size)
-        q = randn(dtype, sum(query), heads.num_heads, heads.dim)
-        options = {"scale": heads.dim**-0.5, "window": window}
-        got = paged_attention(q, kv, 1, meta, **options)
-        wanted = paged_attention_reference(q.float(), kv, 1, meta, **options)
-        assert got.dtype == q.dtype
-        assert_near(got, wanted, dtype)
-
-    @both_dtypes
-    def test_large_scores(self, dtype: str) -> None:
-        heads = SHAPES["smollm2-gqa"]
-        kv, pages = filled(dtype, heads, [400])
-        meta = AttentionMeta.build([3], [400], pages, page_size=16)
-        q = randn(dtype, 3, 9, 64) * 100
-        wanted = paged_attention_reference(q.float(), kv, 0, meta, scale=1.0)
-        assert_near(paged_attention(q, kv, 0, meta, scale=1.0), wanted, dtype)
-
-    @both_dtypes
-    @pytest.mark.parametrize("window", [0, 50])
-    @pytest.mark.parametrize("heads", [SHAPES["smollm2-gqa"], SHAPES["mqa"], SHAPES["tiny"]])
-    def test_bits_do_not_depend_on_batch_chunk_page_or_threads(
-        self, dtype: str, heads: Heads, window: int
-    ) -> None:
-        lens = [333, 90]
-        q = randn(dtype, sum(lens), heads.num_heads, heads.dim)
-        whole = self._by_chunks(dtype, heads, lens, q, [333, 90], page_size=16, window=window)
-        assert torch.isfinite(whole).all()
-        for chunk, page_size, threads in ((1, 16, 2), (64, 32, 1), (100, 16, 3), (512, 32, 2)):
-            native.set_num_threads(threads)
-            got = self._by_chunks(dtype, heads, lens, q, [chunk, chunk], page_size=page_size, window=window)
-            assert torch.equal(got, whole), (chunk, page_size)
-
-    def _by_chunks(
-        self,
-        dtype: str,
-        heads: Heads,
-        lens: list[int],
-        q: torch.Tensor,
-        chunks: list[int],
-        *,
-        page_size: int,
-        window: int,
-    ) -> torch.Tensor:
-        """All rows of both sequences, by chunks; a step holds the next chunk of every unfinished sequence."""
-        kv, pages = filled(dtype, heads, lens, page_size=page_size)
-        out, done = torch.empty_like(q), [0, 0]
-        while done != lens:
-            step = [(s, min(chunks[s], lens[s] - done[s])) for s in (0, 1) if done[s] < lens[s]]
-            rows = torch.cat([torch.arange(n) + done[s] + sum(lens[:s]) for s, n in step])
-            meta = AttentionMeta.build(
-                [n for _, n in step],
-                [done[s] + n for s, n in step],
-                [pages[s] for s, _ in step],
-                page_size=page_size,
-            )
-            out[rows] = paged_attention(q[rows], kv, 1, meta, scale=heads.dim**-0.5, window=window)
-            for s, n in step:
-                done[s] += n
-        return out
-
-    @both_dtypes
-    def test_pages_outside_the_pool_are_refused(self, dtype: str) -> None:
-        heads = SHAPES["tiny"]
-        kv, q = make_kv(dtype, heads, num_pages=4), randn(dtype, 1, heads.num_heads, heads.dim)
-        for pages in ([0, 4], [-1, 1], [2]):
-            meta = AttentionMeta(
-                query_starts_B1=torch.tensor([0, 1], dtype=torch.int32),
-                context_lens_B=torch.tensor([20], dtype=torch.int32),
-                block_tables_BP=torch.tensor([pages], dtype=torch.int32),
-                positions_T=torch.tensor([19], dtype=torch.int32),
-                slots_T=torch.tensor([0], dtype=torch.int32),
-            )
-            with pytest.raises(InternalError):
-                paged_attention(q, kv, 0, meta, scale=1.0)
-
-    def test_meta_places_rows(self) -> None:
-        meta = AttentionMeta.build([1, 3], [20, 18], [[5, 2], [7, 1]], page_size=16)
-        assert meta.query_starts_B1.tolist() == [0, 1, 4]
-        assert meta.positions_T.tolist() == [19, 15, 16, 17]
-        assert meta.slots_T.tolist() == [2 * 16 + 3, 7 * 16 + 15, 16, 17]
 
 
 class TestViewAndLibrary:
