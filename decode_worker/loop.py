@@ -78,6 +78,17 @@ class DecodeRole:
     def num_live(self) -> int:
         return len(self._entries)
 
+    @property
+    def pace_s(self) -> float:
+        """Least time from one decode step to the next: while a prefill worker of this very machine computes
+        prompts for us, each small step would take more from it than it gives (0: as fast as can be)."""
+        here = self._ctx.host_id
+        shared = any(
+            e.session.pulling and e.call.prefill is not None and e.call.prefill.host_id == here
+            for e in self._entries.values()
+        )
+        return self._ctx.decode_pace_s if shared else 0.0
+
     def owns(self, seq_id: str) -> bool:
         """Whether a scheduler event is this role's."""
         return seq_id.startswith(PREFIX)

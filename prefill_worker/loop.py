@@ -71,6 +71,11 @@ class PrefillRole:
     def num_live(self) -> int:
         return len(self._entries)
 
+    @property
+    def pace_s(self) -> float:
+        """Prompts are computed as fast as can be."""
+        return 0.0
+
     def owns(self, seq_id: str) -> bool:
         """Whether a scheduler event is this role's."""
         return seq_id.startswith(PREFIX)

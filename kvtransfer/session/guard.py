@@ -16,7 +16,8 @@ class RoleContext:
 
     lease_s: L. local_prefill_threshold: uncached prompt tokens below which decode prefills by itself.
     floor_pages: pages that reservations leave free. growth_tokens: completion tokens a reservation counts
-    on. max_num_seqs: live requests at most. secret: the fleet's ticket key.
+    on. max_num_seqs: live requests at most. secret: the fleet's ticket key. decode_pace_s: see WorkerConfig.
+    host_id: equal for workers that share a machine.
     """
 
     worker_id: str
@@ -31,6 +32,8 @@ class RoleContext:
     floor_pages: int = 0
     growth_tokens: int = 64
     max_num_seqs: int = 64
+    decode_pace_s: float = 0.0
+    host_id: str = ""
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages that hold so many tokens."""

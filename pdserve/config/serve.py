@@ -89,6 +89,14 @@ class ServeConfig:
     secret_file: str = setting(
         "", help="File with the fleet secret in hex; empty: a new one, or PDSERVE_FLEET_SECRET for the parts."
     )
+    decode_pace_s: float = setting(
+        0.1,
+        help="Least time between decode steps while a prefill worker on the same machine computes prompts "
+        "for the same decode worker; 0: none. More throughput for a longer inter-token latency meanwhile.",
+        unit="seconds",
+        minimum=0,
+        maximum=10,
+    )
     lease_s: float = setting(10.0, help="Lease on transfers and reservations.", unit="seconds", minimum=0.1)
     start_timeout_s: float = setting(
         300.0, help="How long workers may take until they serve.", unit="seconds", minimum=1
@@ -155,6 +163,7 @@ class ServeConfig:
             run_dir=run_dir,
             threads=self.threads or 1,
             nice=self.prefill_nice if role is Role.PREFILL else 0,
+            decode_pace_s=self.decode_pace_s,
             lease_s=self.lease_s,
         )
 

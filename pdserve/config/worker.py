@@ -56,6 +56,14 @@ class WorkerConfig:
     run_dir: str = setting("", help="Private directory for Unix sockets; empty: a new temporary one.")
     threads: int = setting(1, help="Compute threads (OMP_NUM_THREADS).", unit="threads", minimum=1)
     nice: int = setting(0, help="Added to the process's nice value at start.", minimum=0, maximum=19)
+    decode_pace_s: float = setting(
+        0.1,
+        help="Least time between decode steps while a prefill worker on the same machine computes prompts "
+        "for this worker; 0: none.",
+        unit="seconds",
+        minimum=0,
+        maximum=10,
+    )
     lease_s: float = setting(10.0, help="Lease of protocol.md.", unit="seconds", minimum=0.1)
 
     def __post_init__(self) -> None:

@@ -26,6 +26,11 @@ class Role(Protocol):
         """Keys that are not done, those that only wait for quiet included."""
         ...
 
+    @property
+    def pace_s(self) -> float:
+        """Least time from the start of one step to the next that this role asks for now; seconds."""
+        ...
+
     def owns(self, seq_id: str) -> bool:
         """Whether a scheduler event is this role's."""
         ...
@@ -51,6 +56,8 @@ class WorkerCore:
         self.scheduler = scheduler
         self._roles = tuple(roles)
         self._running: StepPlan | None = None
+        self._step_at = float("-inf")
+        self._resume_at = float("inf")
 
     @property
     def idle(self) -> bool:
@@ -74,12 +81,24 @@ class WorkerCore:
     def settle(self, effects: list[Effect], now: float) -> list[Effect]:
         """Completes an input: events it caused in the scheduler, then the next step if one can run."""
         out = effects + self._route(self.scheduler.drain_events(), now)
-        if self._running is None:
+        if self._running is None and not self._paced(now):
             self._running = self.scheduler.plan()
             out += self._route(self.scheduler.drain_events(), now)
             if self._running is not None:
+                self._step_at = now
                 out.append(RunStep(plan=self._running))
         return self._generations() + out
+
+    def _paced(self, now: float) -> bool:
+        """Whether the next step waits a little. Prompts of our own never wait."""
+        self._resume_at = float("inf")
+        if not self.scheduler.num_running or self.scheduler.waiting_tokens:
+            return False
+        due = self._step_at + max(role.pace_s for role in self._roles)
+        if now >= due:
+            return False
+        self._resume_at = due
+        return True
 
     def step_done(self, result: StepResult, now: float) -> list[Effect]:
         """The running step ended; roles learn what it made and the next one is planned."""
@@ -92,7 +111,7 @@ class WorkerCore:
 
     def next_timer(self) -> float:
         """When tick is due next; infinity if never."""
-        return min((role.next_timer() for role in self._roles), default=float("inf"))
+        return min(self._resume_at, *(role.next_timer() for role in self._roles))
 
     def check_integrity(self) -> str:
         """Empty if the pool's states add up, else what is wrong."""

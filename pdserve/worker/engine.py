@@ -113,6 +113,8 @@ def _context(
         local_prefill_threshold=config.local_prefill_threshold,
         floor_pages=min(floor, runner.num_pages // 2),
         max_num_seqs=config.max_num_seqs,
+        decode_pace_s=config.decode_pace_s,
+        host_id=machine_id(),
     )
 
 

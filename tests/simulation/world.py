@@ -114,7 +114,7 @@ class SimWorker:
             worker_id=self.name, incarnation=self.incarnation, page_size=self.shape.page_size,
             max_context=self.shape.page_size * self.shape.num_pages, model="m", numerics="n", secret=SECRET,
             local_prefill_threshold=self.shape.local_threshold, growth_tokens=8,
-            max_num_seqs=self.shape.max_num_seqs,
+            max_num_seqs=self.shape.max_num_seqs, decode_pace_s=0.02,
         )  # fmt: skip
 
     def _sched_config(self) -> SchedConfig:
