@@ -1,4 +1,4 @@
-"""Attention over pages: the plain reference; the same bits whatever batch, chunk, page size and threads."""
+"""Attention over pages: the plain reference, and the same bits for every batch, chunk, page size, threads."""
 
 from __future__ import annotations
 
