@@ -32,7 +32,7 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[dx.Direct]:
 
 @pytest.fixture(scope="module")
 def shm() -> Iterator[dx.Direct]:
-    made = dx.Direct.start(transports=("shm", "tcp"), num_pages=64)
+    made = dx.Direct.start(transports=("shm", "tcp"), num_pages=64, local_prefill_threshold=18)
     yield made
     made.stop()
 
@@ -185,6 +185,36 @@ class TestDeadline:
         tokens, ended = await dx.generate(ask)
         assert ended.error_label == "deadline_expired"
         assert tokens, "it was decoding when the deadline came"
+
+
+class TestConditional:
+    """Prompts whose uncached part is below the threshold (18 here) are computed on decode."""
+
+    async def test_a_short_prompt_stays_on_decode_and_prefill_is_let_go(self, shm: dx.Direct) -> None:
+        ask = shm.ask(prompt(40, 17))
+        call, half = dx.reserve(ask), dx.prefill(ask)
+        answer = await call.next()
+        assert isinstance(answer, Reserved)
+        assert answer.mode is HandoverMode.LOCAL
+        half.cancel()  # what the router does on this answer
+        ended = await call.finish()
+        assert (ended.ledger.decode_computed_prompt_tokens, ended.ledger.transfer.pages) == (17, 0)
+        await call.close()
+        await shm.until_idle()
+
+    async def test_it_is_the_uncached_part_that_counts(self, shm: dx.Direct) -> None:
+        cold, warm = prompt(41, 64), (*prompt(41, 64), *prompt(42, 10))
+        _, first = await dx.generate(shm.ask(cold))
+        assert (first.ledger.decode_computed_prompt_tokens, first.ledger.transfer.pages) == (0, 4)
+        ask = shm.ask(warm)
+        call, half = dx.reserve(ask), dx.prefill(ask)
+        ended = await call.finish()
+        half.cancel()
+        assert ended.ledger.decode_hit_tokens == 64
+        assert (ended.ledger.decode_computed_prompt_tokens, ended.ledger.transfer.pages) == (10, 0)
+        alone = shm.ask(warm, mode=HandoverMode.LOCAL, use_prefix_cache=False)
+        assert (await dx.generate(alone))[0] == call.tokens
+        await call.close()
 
 
 class TestRefusals:
