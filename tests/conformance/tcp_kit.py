@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
@@ -59,3 +61,11 @@ def is_closed(sock: socket.socket) -> bool:
         while sock.recv(65536):
             pass
     return True
+
+
+def wait_count(server: PageServer, name: str, wanted: int, limit_s: float = 20.0) -> None:
+    """Returns when a server's counter is as wanted. Fails at the limit."""
+    end = time.monotonic() + limit_s
+    while server.counters().get(name, 0) != wanted:
+        assert time.monotonic() < end, dict(server.counters())
+        os.sched_yield()

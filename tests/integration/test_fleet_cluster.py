@@ -39,6 +39,8 @@ def two_raylets(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         # Ray puts Unix sockets below: the path must be short.
         "temp_dir": tempfile.mkdtemp(prefix="pdserve-ray-", dir="/tmp"),
     }
+    # Ray's test cluster notes its address below its default directory, which a fresh machine lacks.
+    Path("/tmp/ray").mkdir(exist_ok=True)
     cluster = Cluster(initialize_head=True, head_node_args=node)
     try:
         cluster.add_node(**{name: value for name, value in node.items() if name != "include_dashboard"})
