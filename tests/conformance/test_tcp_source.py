@@ -130,7 +130,7 @@ def test_a_reader_that_takes_nothing_delays_nobody_and_is_dropped(host: Host, tm
                 destination.read(reader, slot)
             destination.wait(NUM_PAGES)
             destination.check_good(range(NUM_PAGES))
-        # No read before the server has given up, or there would be no stall: between two pages no pin is held.
+        # No read before the server has given up: there would be no stall, and between pages no pin is held.
         wait_count(server, "stalled", 1)
         assert host.wait_pins(0)
         assert is_closed(lazy)
