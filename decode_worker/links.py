@@ -90,6 +90,8 @@ class Link:
 
     def send(self, message: TransferMessage) -> None:
         """Queues a message; the oldest is lost when the queue is full (timers repeat it)."""
+        if len(self._outbox) == MAX_OUTBOX:
+            self._port.count("unsent_messages")
         self._outbox.append(message)
         self._wake.set()
 
@@ -147,5 +149,6 @@ class Link:
         me, peer = self._port.parts.context, self._peer
         sender = (envelope.sender, envelope.sender_incarnation)
         if envelope.receiver_incarnation != me.incarnation or sender != (peer.worker_id, peer.incarnation):
+            self._port.count("foreign_envelopes")
             return
         self._port.feed(lambda now: self._role.message(*sender, envelope.message, now))

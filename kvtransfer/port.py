@@ -66,6 +66,10 @@ class WorkerPort(Protocol):
         """The same from any thread, in the order of the calls."""
         ...
 
+    def count(self, name: str) -> None:
+        """Adds one to a counter: nothing is dropped silently. Control thread only."""
+        ...
+
     def on(self, effect: type[E], handler: Callable[[E], None]) -> None:
         """Names the one handler of an effect type. Handlers must not block and must not call feed."""
         ...

@@ -110,6 +110,9 @@ class PrefillRole:
             if refusal := self._no_room(call):
                 return [*out, refusal]
             entry = self._new(call.key, call.decode.worker_id, call.decode.incarnation, facts, now)
+        if not entry.session.live:
+            over = Prefilled(key=call.key, outcome=entry.session.outcome)
+            return [*out, AnswerPrefill(key=call.key, message=over)]
         if entry.call is None:
             self._attach(entry, call, now)
         deadline_at = now + call.deadline_s

@@ -136,9 +136,12 @@ class PrefillDriver(
             envelope = convert.envelope_from_pb(request.envelope)
             if (envelope.sender, envelope.sender_incarnation) == peer:
                 self._receive(envelope)
+            else:
+                self._port.count("foreign_envelopes")
 
     def _receive(self, envelope: Envelope) -> None:
         if envelope.receiver_incarnation != self._port.parts.context.incarnation:
+            self._port.count("foreign_envelopes")
             return
         sender, incarnation = envelope.sender, envelope.sender_incarnation
         self._port.feed(lambda now: self.role.message(sender, incarnation, envelope.message, now))
@@ -147,6 +150,7 @@ class PrefillDriver(
         """Queues a message; with no stream, or a full queue, it is lost and a timer repeats it."""
         outbox = self._outboxes.get((effect.peer, effect.incarnation))
         if outbox is None or outbox.full():
+            self._port.count("unsent_messages")
             return
         me = self._port.parts.context
         outbox.put_nowait(

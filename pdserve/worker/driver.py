@@ -76,6 +76,10 @@ class Driver:
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self.feed, make)
 
+    def count(self, name: str) -> None:
+        """Adds one to a counter."""
+        self._count(Count(name=name))
+
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits until a condition on the core holds."""
         while not condition():

@@ -67,6 +67,7 @@ def build_engine(config: WorkerConfig, run_dir: str, progress: Progress) -> Engi
     pool = KVPool.create(layout, num_pages, secrets.randbits(64))
     progress("building the model")
     runner = ModelRunner(model, pool, deterministic=config.deterministic)
+    model = model.without_weights()  # the runner has packed copies of its own
     progress("warming up")
     chunk = min(config.prefill_chunk_tokens, limits.max_context)
     runner.warmup(chunk_tokens=chunk, max_num_seqs=min(8, config.max_num_seqs))

@@ -58,7 +58,7 @@ class WorkerHost:
         self._config = config
         self._progress = progress
         self._on_fatal = on_fatal
-        self._own_dir = "" if config.run_dir else tempfile.mkdtemp(prefix="pdserve-")
+        self._own_dir = "" if config.run_dir else tempfile.mkdtemp(prefix=f"pdserve-{os.getpid()}-worker-")
         self._run_dir = config.run_dir or self._own_dir
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._loop = asyncio.new_event_loop()
