@@ -9,13 +9,19 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from pdserve.cli.router_child import RouterChild
+from pdserve.client import Client
+from pdserve.config import ServeConfig, resolve
 from pdserve.fleet.cluster import joined_ray, local_environment
 from pdserve.fleet.handle import FleetHandle
 from pdserve.fleet.processes import adopt_orphans, descendants, end
-from pdserve.fleet.spec import WORKER_RESOURCE
+from pdserve.fleet.spec import WORKER_RESOURCE, FleetSpec
+from pdserve.types import Role
 from tests.support.fleets import LIMIT_S, make_spec
+from tests.support.stack import wait_serving
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -64,3 +70,36 @@ def test_workers_are_placed_on_different_raylets(two_raylets: str, tmp_path: Pat
             fleet.shutdown(1.0)
     assert found[0]["node"] != found[1]["node"]
     assert [settings["auth_mode"] for settings in found] == ["token", "token"]
+
+
+def test_a_real_model_is_served_by_workers_on_different_raylets(two_raylets: str) -> None:
+    secret = "cd" * 32
+    flags: dict[str, object] = {"dtype": "float32", "deterministic": True, "kv_memory": 256 * 2**20}
+    serve = resolve(ServeConfig, flags=flags).config.resolved()
+    run_dir = tempfile.mkdtemp(prefix="pdserve-", dir="/tmp")
+    router = RouterChild.start(["--port", "0", "--metrics-port", "0"], secret)
+    try:
+        templates = {
+            role: serve.worker(role, secret=secret, routers=(router.address,), run_dir=run_dir)
+            for role in Role
+        }
+        spec = FleetSpec(wanted=serve.wanted(), templates=templates, resource_share=1.0)
+        with joined_ray(two_raylets):
+            fleet = FleetHandle.start(spec)
+            try:
+                fleet.wait_serving(LIMIT_S)
+                pids = [fleet.settings(worker)["pid"] for worker in ("prefill-0", "decode-0")]
+                raylets = {psutil.Process(pid).ppid() for pid in pids}
+                wait_serving(router.address)
+                with Client(router.address) as client:
+                    stream = client.generate("The capital of France is", max_tokens=4, temperature=0.0)
+                    result = stream.result()
+            finally:
+                fleet.shutdown(5.0)
+    finally:
+        router.process.kill()
+        router.process.wait()
+        shutil.rmtree(run_dir, ignore_errors=True)
+    assert len(raylets) == 2
+    assert "Paris" in result.text
+    assert (result.ledger.decode_computed_prompt_tokens, result.ledger.transfer.pages) == (0, 1)

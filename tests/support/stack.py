@@ -65,16 +65,8 @@ class Stack:
         for name, _ in names:
             stack.wait_started(name)
         stack.until(lambda status: len(usable(status)) == len(names))
-        stack.wait_serving()
+        wait_serving(found[1])
         return stack
-
-    def wait_serving(self) -> None:
-        """Returns when the router has the model's tokenizer and serves."""
-        with grpc.insecure_channel(self.address) as channel:
-            request = health_pb2.HealthCheckRequest(service="pdserve.rpc.v1.InferenceService")
-            for answer in health_pb2_grpc.HealthStub(channel).Watch(request, timeout=LIMIT_S):
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                    return
 
     def launch(self, name: str, role: Role) -> None:
         """Starts a worker process; see wait_started."""
@@ -137,3 +129,12 @@ class Stack:
 def usable(status: FleetStatus) -> list[str]:
     """Names of the workers that get work."""
     return [w.record.peer.worker_id for w in status.workers if not w.suspect and w.load.ready]
+
+
+def wait_serving(address: str) -> None:
+    """Returns when the router has the model's tokenizer and serves."""
+    with grpc.insecure_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service="pdserve.rpc.v1.InferenceService")
+        for answer in health_pb2_grpc.HealthStub(channel).Watch(request, timeout=LIMIT_S):
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                return
