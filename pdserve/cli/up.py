@@ -68,13 +68,19 @@ def _start(
 def _wait_met(address: str, count: int, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     with Client(address) as client:
-        while True:
-            status = client.get_status()
-            if sum(not worker.suspect for worker in status.workers) >= count:
-                return
+        while not _serves(client, count):
             if time.monotonic() > deadline:
                 raise Unavailable("the workers serve, but the router has not met them all")
             time.sleep(0.05)
+
+
+def _serves(client: Client, count: int) -> bool:
+    """Whether the router has met so many workers, and has fetched the model's tokenizer from one of them."""
+    if sum(not worker.suspect for worker in client.get_status().workers) < count:
+        return False
+    with contextlib.suppress(Unavailable):
+        return bool(client.get_model().model)
+    return False
 
 
 def _ready(router: RouterChild, config: ServeConfig, phases: Phases) -> None:
