@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Protocol
 
@@ -14,11 +15,36 @@ class Clock(Protocol):
         ...
 
 
+_skew_s, _rate = 0.0, 1.0
+
+
+def monotonic() -> float:
+    """This process's one monotonic clock, seconds: what its event loop and all its stamps go by."""
+    return _skew_s + _rate * time.monotonic()
+
+
+def skew(seconds: float, rate: float) -> None:
+    """Sets this process's clock wrong, for tests (failpoints clock_offset, clock_rate). Call it before
+    `new_event_loop`. rate: by what share it runs fast."""
+    global _skew_s, _rate
+    _skew_s, _rate = seconds, 1.0 + rate
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    def time(self) -> float:
+        return monotonic()
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """An event loop whose time is `monotonic`."""
+    return _Loop()
+
+
 class MonotonicClock:
     """The process's monotonic clock."""
 
     def now(self) -> float:
-        return time.monotonic()
+        return monotonic()
 
 
 class ManualClock:

@@ -7,6 +7,7 @@ import logging
 import signal
 from collections.abc import Callable
 
+from pdserve import failpoints
 from pdserve.clock import Clock, MonotonicClock
 from pdserve.rpc.fleet_auth import FleetGuard
 from pdserve.rpc.server import RpcServer, ServerOptions
@@ -24,6 +25,7 @@ class Router:
 
     def __init__(self, config: RouterConfig, clock: Clock | None = None) -> None:
         """Raises ConfigError. Must be called in the running loop that will serve."""
+        failpoints.require_allowed()
         self._config = config
         self.hub = Hub(config, clock or MonotonicClock())
         self._rpc = RpcServer(

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from pdserve import clock, failpoints
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import InternalError
 from pdserve.types import WorkerRecord
@@ -54,14 +55,19 @@ class WorkerHost:
         progress: Callable[[str], None] = log.info,
         on_fatal: Callable[[BaseException], None] = _quit,
     ) -> None:
-        """Starts nothing yet. on_fatal: called when the pure core failed; ends the process by default."""
+        """Starts nothing yet. on_fatal: called when the pure core failed; ends the process by default.
+
+        Raises ConfigError if faults are asked for outside of tests.
+        """
+        failpoints.require_allowed()
+        clock.skew(failpoints.setting("clock_offset"), failpoints.setting("clock_rate"))
         self._config = config
         self._progress = progress
         self._on_fatal = on_fatal
         self._own_dir = "" if config.run_dir else tempfile.mkdtemp(prefix=f"pdserve-{os.getpid()}-worker-")
         self._run_dir = config.run_dir or self._own_dir
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
-        self._loop = asyncio.new_event_loop()
+        self._loop = clock.new_event_loop()
         self._control = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._engine: Engine | None = None
         self._serving: Serving | None = None
