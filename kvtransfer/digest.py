@@ -56,10 +56,10 @@ def page_digest(
     return bytes(hasher.digest())
 
 
-def digest_of_digests(pairs: Iterable[tuple[int, bytes]]) -> bytes:
-    """16 bytes over (index, digest) pairs, in whatever order they come. Raises ValueError for an index given
-    twice or a digest of another length."""
-    hasher = xxhash.xxh3_128(_ALL_MAGIC)
+def digest_of_digests(pairs: Iterable[tuple[int, bytes]], record: bytes = b"") -> bytes:
+    """16 bytes over (index, digest) pairs, in whatever order they come, and a record that belongs to them.
+    Raises ValueError for an index given twice or a digest of another length."""
+    hasher = xxhash.xxh3_128(_ALL_MAGIC + struct.pack(">Q", len(record)) + record)
     last = -1
     for index, digest in sorted(pairs):
         if index <= last or len(digest) != DIGEST_BYTES:

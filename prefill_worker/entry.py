@@ -19,6 +19,7 @@ class Entry:
     peer: str
     peer_incarnation: int
     ticket_until: float
+    request_hash: bytes
     call: PrefillRequest | None = None
     keys: tuple[bytes, ...] = ()
     token: TokenSampled | None = None

@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvtransfer import ticket
-from kvtransfer.effects import AnswerPrefill, ComputeDigest, Count, Effect, ToDecoder
+from kvtransfer.effects import AnswerPrefill, Count, Effect
 from kvtransfer.session import prefill_events as table
 from kvtransfer.session.guard import LONGEST_TICKET_S, RoleContext, Tombstones, cache_salt, check_call
 from kvtransfer.session.prefill import PrefillSession
 from pdserve.errors import PermissionRefused
 from pdserve.kvcache.allocator import Holder, HolderKind, PageState
 from pdserve.kvcache.manager import PageManager
-from pdserve.kvcache.prefix import content_keys, tail_key
+from pdserve.kvcache.prefix import page_keys
 from pdserve.messages import (
     Abort,
     Ack,
@@ -28,7 +28,6 @@ from pdserve.messages import (
     Prefilled,
     PrefillRequest,
     Refusal,
-    Refused,
     Renew,
     TransferMessage,
 )
@@ -46,7 +45,9 @@ from pdserve.sched.plan import (
 )
 from pdserve.sched.scheduler import StepScheduler
 from pdserve.types import Key, PageName
+from prefill_worker.digests import PageDigests
 from prefill_worker.entry import Entry
+from prefill_worker.replies import MISMATCH, compute, mismatch, refused, to_peer
 
 PREFIX = "P:"
 
@@ -62,7 +63,7 @@ class PrefillRole:
         self._entries: dict[Key, Entry] = {}  # those and superseded ones that still compute
         self._by_seq: dict[str, Entry] = {}
         self._stones = Tombstones()
-        self._digests: dict[int, tuple[PageName, int, bytes]] = {}  # by page number
+        self._digests = PageDigests()
         self.draining = False
 
     # -- questions --------------------------------------------------------------------------------------
@@ -98,18 +99,21 @@ class PrefillRole:
         """The router's half. Always answered: by Refused now, or by Prefilled later."""
         facts = check_call(self._ctx, call, now)
         if not isinstance(facts, ticket.TicketFacts):
-            return [_refused(call.key, *facts)]
+            return [refused(call.key, *facts)]
         recorded = self._stones.answer(call.key)
         if recorded is not None:
             return [AnswerPrefill(key=call.key, message=Prefilled(key=call.key, outcome=recorded))]
         out = self._supersede(call.key, now)
         entry = self._live.get(call.key.request_id)
         if entry is not None and entry.session.key > call.key:
-            return [*out, _refused(call.key, Refusal.OUTDATED_KEY, "a newer try is running")]
+            return [*out, refused(call.key, Refusal.OUTDATED_KEY, "a newer try is running")]
         if entry is None:
             if refusal := self._no_room(call):
                 return [*out, refusal]
             entry = self._new(call.key, call.decode.worker_id, call.decode.incarnation, facts, now)
+        if entry.request_hash != facts.request_hash:
+            stop = self._run(entry, mismatch(), now) if entry.call is None else []
+            return [*out, *stop, refused(call.key, Refusal.BAD_TICKET, MISMATCH)]
         if not entry.session.live:
             over = Prefilled(key=call.key, outcome=entry.session.outcome)
             return [*out, AnswerPrefill(key=call.key, message=over)]
@@ -175,8 +179,9 @@ class PrefillRole:
 
     def digested(self, key: Key, index: int, page: PageName, digest: bytes, now: float) -> list[Effect]:
         """The answer to ComputeDigest."""
-        if self._pages.name(page.page) == page:
-            self._digests[page.page] = (page, index, digest)
+        if self._pages.name(page.page) != page:
+            return []  # read while the page went on to somebody else
+        self._digests.put(page, index, digest)
         entry = self._entries.get(key)
         if entry is None:
             return []
@@ -192,28 +197,27 @@ class PrefillRole:
 
     def _no_room(self, call: PrefillRequest) -> AnswerPrefill | None:
         if self.draining:
-            return _refused(call.key, Refusal.DRAINING, "this worker takes no new requests")
+            return refused(call.key, Refusal.DRAINING, "this worker takes no new requests")
         if self._ctx.num_pages(len(call.token_ids)) > self._pages.num_pages:
-            return _refused(call.key, Refusal.NEVER_FITS, "the prompt does not fit this worker's page pool")
+            return refused(call.key, Refusal.NEVER_FITS, "the prompt does not fit this worker's page pool")
         return None
 
     def _new(self, key: Key, peer: str, incarnation: int, facts: ticket.TicketFacts, now: float) -> Entry:
         session = PrefillSession(key=key, lease_s=self._ctx.lease_s, lease_until=now + self._ctx.lease_s)
         entry = Entry(
-            session=session, peer=peer, peer_incarnation=incarnation, ticket_until=facts.prefill_expires
-        )
+            session=session, peer=peer, peer_incarnation=incarnation, ticket_until=facts.prefill_expires,
+            request_hash=facts.request_hash,
+        )  # fmt: skip
         self._live[key.request_id] = self._entries[key] = self._by_seq[_seq_id(key)] = entry
         return entry
 
     def _attach(self, entry: Entry, call: PrefillRequest, now: float) -> None:
         entry.call = call
         entry.queued_at = now
-        salt = cache_salt(call.tenant)
-        facts = {"salt": salt, "model": self._ctx.model, "numerics": self._ctx.numerics}
-        keys = content_keys(call.token_ids, self._ctx.page_size, **facts)  # type: ignore[arg-type]
-        if len(call.token_ids) % self._ctx.page_size:
-            keys = (*keys, tail_key(call.token_ids, self._ctx.page_size, **facts))  # type: ignore[arg-type]
-        entry.keys = keys
+        entry.keys = page_keys(
+            call.token_ids, self._ctx.page_size, salt=cache_salt(call.tenant), model=self._ctx.model,
+            numerics=self._ctx.numerics,
+        )  # fmt: skip
 
     def _supersede(self, key: Key, now: float) -> list[Effect]:
         """Guard 3: a higher key ends the lower one first."""
@@ -236,16 +240,21 @@ class PrefillRole:
             return [Count(name="refused_tickets")]
         recorded = self._stones.answer(grant.key)
         if recorded is not None:
-            return [_to_peer(peer, incarnation, Abort(key=grant.key, outcome=recorded))]
+            return [to_peer(peer, incarnation, Abort(key=grant.key, outcome=recorded))]
         out = self._supersede(grant.key, now)
         entry = self._live.get(grant.key.request_id)
         if entry is None:
             if self.draining:
                 abort = Abort(key=grant.key, outcome=Outcome.NEVER_STARTED, detail="draining")
-                return [*out, _to_peer(peer, incarnation, abort)]
+                return [*out, to_peer(peer, incarnation, abort)]
             entry = self._new(grant.key, peer, incarnation, facts, now)
         if entry.session.key != grant.key or not entry.is_peer(peer, incarnation):
             return out
+        if entry.request_hash != facts.request_hash:
+            if entry.session.grant is not None:
+                return out
+            abort = Abort(key=grant.key, outcome=Outcome.NEVER_STARTED, detail=MISMATCH)
+            return [*out, *self._run(entry, mismatch(), now), to_peer(peer, incarnation, abort)]
         return out + self._run(entry, grant, now)
 
     def _on_renew(self, peer: str, incarnation: int, renew: Renew, now: float) -> list[Effect]:
@@ -259,13 +268,14 @@ class PrefillRole:
                 continue
             known.append(key)
             out += self._run(entry, table.Renewed(), now)
-        return [*out, _to_peer(peer, incarnation, Renew(keys=tuple(known), answer=True))]
+        return [*out, to_peer(peer, incarnation, Renew(keys=tuple(known), answer=True))]
 
     def _sealed(self, entry: Entry, event: PageReady) -> table.Sealed:
         page = self._pages.name(event.page)
         return table.Sealed(
-            index=event.index, page=page, valid_rows=event.valid_rows, content_key=entry.keys[event.index]
-        )
+            index=event.index, page=page, valid_rows=event.valid_rows, content_key=entry.keys[event.index],
+            digest=self._digests.get(page, event.index) if event.cached else None,
+        )  # fmt: skip
 
     def _on_started(self, entry: Entry, event: Started, now: float) -> list[Effect]:
         if not entry.started_at:
@@ -292,16 +302,13 @@ class PrefillRole:
         key = entry.session.key
         match effect:
             case table.PSend():
-                return [
-                    _to_peer(entry.peer, entry.peer_incarnation, self._with_ledger(entry, effect.message))
-                ]
+                return [to_peer(entry.peer, entry.peer_incarnation, self._with_ledger(entry, effect.message))]
             case table.PQueue():
                 return self._submit(entry)
             case table.PHold():
                 return self._hold(entry, effect)
             case table.PRehash():
-                self._digests.pop(effect.page.page, None)
-                return [_compute(key, effect)]
+                return [compute(key, effect)]
             case table.PDrop():
                 self._pages.drop(effect.page.page, Holder(HolderKind.TRANSFER, str(key)))
             case table.PDropRequest():
@@ -310,8 +317,7 @@ class PrefillRole:
                 if not self._scheduler.has(_seq_id(key)) or self._scheduler.cancel(_seq_id(key)):
                     entry.todo.append(table.ComputeQuiet())
             case table.PUnpublish():
-                self._pages.unpublish_chain(effect.page.page)
-                return [Count(name="source_corrupt")]
+                return self._unpublish(effect.page, now)
             case table.PReport():
                 return self._report(entry, effect)
             case table.PDone():
@@ -342,11 +348,21 @@ class PrefillRole:
 
     def _digest(self, entry: Entry, hold: table.PHold) -> list[Effect]:
         """A page's digest is computed once in its life, however often it is sent."""
-        known = self._digests.get(hold.page.page)
-        if known is None or known[:2] != (hold.page, hold.index):
-            return [_compute(entry.session.key, hold)]
-        entry.todo.append(table.Digested(index=hold.index, page=hold.page, digest=known[2]))
+        known = self._digests.get(hold.page, hold.index)
+        if known is None:
+            return [compute(entry.session.key, hold)]
+        entry.todo.append(table.Digested(index=hold.index, page=hold.page, digest=known))
         return []
+
+    def _unpublish(self, page: PageName, now: float) -> list[Effect]:
+        """A page's bytes changed here: it and what is chained after it leave the cache, and every request
+        that computes from it ends, to be computed elsewhere."""
+        self._pages.unpublish_chain(page.page)
+        out: list[Effect] = [Count(name="source_corrupt")]
+        stop = table.Stop(outcome=Outcome.SOURCE_CORRUPT, detail="page bytes changed at the source")
+        for entry in [e for e in self._entries.values() if e.session.uses(page)]:
+            out += self._run(entry, stop, now)
+        return out
 
     def _with_ledger(self, entry: Entry, message: TransferMessage) -> TransferMessage:
         return (
@@ -375,15 +391,3 @@ class PrefillRole:
 
 def _seq_id(key: Key) -> str:
     return f"{PREFIX}{key}"
-
-
-def _refused(key: Key, reason: Refusal, detail: str) -> AnswerPrefill:
-    return AnswerPrefill(key=key, message=Refused(key=key, reason=reason, detail=detail))
-
-
-def _to_peer(peer: str, incarnation: int, message: TransferMessage) -> ToDecoder:
-    return ToDecoder(peer=peer, incarnation=incarnation, message=message)
-
-
-def _compute(key: Key, page: table.PHold | table.PRehash) -> ComputeDigest:
-    return ComputeDigest(key=key, index=page.index, page=page.page, valid_rows=page.valid_rows)

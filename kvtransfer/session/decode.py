@@ -33,6 +33,7 @@ from kvtransfer.session.decode_events import (
     Switch,
     Tick,
 )
+from kvtransfer.session.guard import finish_record
 from kvtransfer.transport import ReadStatus
 from pdserve.messages import Abort, Ack, Announce, Commit, Finish, Grant, Nack, Outcome
 from pdserve.types import HandoverMode, Key
@@ -223,9 +224,9 @@ class DecodeSession:
         if self.finish is None or self.verified_prefix < self.num_pages:
             return []
         seen = [(i, p.announce.digest) for i, p in sorted(self.pages.items())]
-        same = digest_of_digests(seen) == self.finish.digest_of_digests
+        same = digest_of_digests(seen, finish_record(self.finish)) == self.finish.digest_of_digests
         if not same or len(seen) != self.finish.num_announced:
-            return self._switch("the digest over all pages differs", tell_peer=True)
+            return self._switch("the digest over all pages and the first token differs", tell_peer=True)
         self.state = DState.RUNNING
         self.committed = True
         first = self.finish

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvtransfer import ticket
 from pdserve.errors import PermissionRefused
-from pdserve.messages import Outcome, PrefillRequest, Refusal, Reserve
+from pdserve.messages import Finish, Outcome, PrefillRequest, Refusal, Reserve
 from pdserve.types import HandoverMode, Key, SamplingParams
 
 
@@ -119,6 +119,14 @@ def _other_side(call: Reserve | PrefillRequest, facts: ticket.TicketFacts) -> st
     else:
         same = call.prefill is None or facts.prefill_incarnation == call.prefill.incarnation
     return None if same else "the ticket names another worker for the other side"
+
+
+def finish_record(finish: Finish) -> bytes:
+    """What a Finish says besides its pages, for the digest it carries: a first token that changed on the way
+    is refused like a page that did."""
+    reason = finish.finish.value if finish.finish is not None else ""
+    fields = (finish.key, finish.index, finish.token_id, finish.next_counter, reason, finish.num_announced)
+    return "|".join(map(str, fields)).encode()
 
 
 def sampling_room(num_prompt: int, sampling: SamplingParams, max_context: int) -> int:

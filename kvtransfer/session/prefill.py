@@ -7,10 +7,11 @@ The state is changed in place by `step`, which returns the effects; nothing else
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from kvtransfer.digest import digest_of_digests
+from kvtransfer.session.guard import finish_record
 from kvtransfer.session.prefill_events import (
     ComputeQuiet,
     Digested,
@@ -36,7 +37,7 @@ from kvtransfer.session.prefill_events import (
     Tick,
 )
 from pdserve.messages import Abort, Ack, Announce, Commit, Finish, Grant, Nack, Outcome
-from pdserve.types import Key
+from pdserve.types import Key, PageName
 
 MAX_RESENDS = 2
 
@@ -54,7 +55,7 @@ class PState(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class _Page:
-    """What is known of one wanted page."""
+    """What is known of one page. rehashing: its bytes are being digested again."""
 
     sealed: Sealed
     digest: bytes | None = None
@@ -100,6 +101,16 @@ class PrefillSession:
     @property
     def num_announced(self) -> int:
         return sum(1 for p in self.pages.values() if p.announced)
+
+    def uses(self, page: PageName) -> bool:
+        """Whether this request's prompt has that page, sent or not."""
+        return self.live and any(p.sealed.page == page for p in self.pages.values())
+
+    @property
+    def proving(self) -> bool:
+        """Whether a cached page that decode does not ask for is still to be shown unchanged. Decode can not
+        see that one's bytes, only pages that were computed from it."""
+        return any(p.rehashing and not p.held for p in self.pages.values())
 
     # -- the table --------------------------------------------------------------------------------------
 
@@ -182,8 +193,11 @@ class PrefillSession:
         known = self.pages.get(event.index)
         if known is not None and (known.held or known.acked or known.announced):
             return []
-        self.pages[event.index] = _Page(sealed=event)
-        return self._want_page(event.index)
+        page = self.pages[event.index] = _Page(sealed=event, digest=event.digest)
+        if event.index in self.want:
+            return self._want_page(event.index)
+        page.rehashing = event.digest is not None
+        return [PRehash(index=event.index, page=event.page, valid_rows=event.valid_rows)]
 
     def _want_page(self, index: int) -> list[PEffect]:
         page = self.pages[index]
@@ -196,17 +210,15 @@ class PrefillSession:
         page = self.pages.get(event.index)
         if page is None or not self.live or page.sealed.page != event.page:
             return []
-        if page.rehashing:
-            return self._on_rehashed(event, page)
-        page.digest = event.digest
-        return self._announce(now)
-
-    def _on_rehashed(self, event: Digested, page: _Page) -> list[PEffect]:
-        page.rehashing = False
-        if event.digest != page.digest:
+        if page.digest is not None and event.digest != page.digest:
             stop = self._stop(Outcome.SOURCE_CORRUPT, "page bytes changed at the source", tell_peer=True)
             return [PUnpublish(page=page.sealed.page), *stop]
-        return [] if page.acked else [PSend(message=self._announcement(event.index, page))]
+        again = page.rehashing and page.held and page.announced
+        page.rehashing, page.digest = False, event.digest
+        out: list[PEffect] = [PSend(message=self._announcement(event.index, page))] if again else []
+        if self.first is not None and not self.proving:
+            out.append(PDropRequest())
+        return out + self._announce(now)
 
     def _announcement(self, index: int, page: _Page) -> Announce:
         assert page.digest is not None
@@ -217,6 +229,8 @@ class PrefillSession:
 
     def _announce(self, now: float) -> list[PEffect]:
         """Announces digested pages in order within the credit; then Finish, once all are out."""
+        if self.proving:
+            return []
         out: list[PEffect] = []
         left = self.credit - self.num_announced
         for index in sorted(self.pages):
@@ -231,7 +245,7 @@ class PrefillSession:
         return out + self._maybe_finish(now)
 
     def _maybe_finish(self, now: float) -> list[PEffect]:
-        if self.state is not PState.COMPUTE or self.first is None:
+        if self.state is not PState.COMPUTE or self.first is None or self.proving:
             return []
         if any(i not in self.pages or not self.pages[i].announced for i in self.want):
             return []
@@ -254,16 +268,17 @@ class PrefillSession:
         message = Finish(
             key=self.key, index=self.first.index, token_id=self.first.token_id,
             next_counter=self.first.index + 1, finish=self.first.finish,
-            num_announced=len(announced), digest_of_digests=digest_of_digests(announced),
+            num_announced=len(announced), digest_of_digests=b"",
         )  # fmt: skip
-        return [PSend(message=message)]
+        digest = digest_of_digests(announced, finish_record(message))
+        return [PSend(message=replace(message, digest_of_digests=digest))]
 
     def _on_first_token(self, event: FirstToken, now: float) -> list[PEffect]:
         if self.state is not PState.COMPUTE or self.first is not None:
             return []
         self.first = event
         self.computing = False
-        return [PDropRequest(), *self._maybe_finish(now)]
+        return [] if self.proving else [PDropRequest(), *self._maybe_finish(now)]
 
     def _on_ack(self, event: Ack, now: float) -> list[PEffect]:
         page = self.pages.get(event.index)

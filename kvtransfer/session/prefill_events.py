@@ -24,12 +24,14 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
-    """Page `index` is full (or the tail) and sealed under `page`."""
+    """Page `index` is full (or the tail) and sealed under `page`; digest: what it had when it was sealed, if
+    it comes from the cache."""
 
     index: int
     page: PageName
     valid_rows: int
     content_key: bytes
+    digest: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,7 @@ class PHold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PRehash:
-    """Digest a page again after a Nack; answered by Digested."""
+    """Digest the page's bytes as they are now; answered by Digested."""
 
     index: int
     page: PageName

@@ -14,7 +14,7 @@ from tests.support.source_tree import PRODUCT, ROOT, Source, imports, sources, w
 IMPURE = frozenset({"asyncio", "time", "random", "threading", "socket", "torch", "grpc", "ray"})
 PURE_FILES = (
     *(f"router/{name}.py" for name in ("admission", "membership", "policy", "lifecycle")),
-    *(f"prefill_worker/{name}.py" for name in ("loop", "entry")),
+    *(f"prefill_worker/{name}.py" for name in ("loop", "entry", "digests", "replies")),
     *(f"decode_worker/{name}.py" for name in ("loop", "entry", "pulls", "reserve")),
     *("kvtransfer/plan.py", "pdserve/worker/core.py", "pdserve/fleet/supervise.py"),
 )

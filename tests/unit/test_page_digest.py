@@ -60,6 +60,7 @@ def test_the_digest_of_digests_ignores_order(found: dict[int, bytes], random) ->
     pairs = list(found.items())
     shuffled = random.sample(pairs, len(pairs))
     assert digest_of_digests(shuffled) == digest_of_digests(pairs)
+    assert digest_of_digests(pairs, b"a token") != digest_of_digests(pairs)
 
 
 @given(st.dictionaries(st.integers(0, 9), digests), st.dictionaries(st.integers(0, 9), digests))

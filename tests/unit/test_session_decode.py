@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.digest import digest_of_digests
 from kvtransfer.session import decode_events as ev
 from kvtransfer.session.decode import DecodeSession, DState
+from kvtransfer.session.guard import finish_record
 from kvtransfer.transport import ReadStatus
 from pdserve.messages import Abort, Ack, Announce, Commit, Finish, Grant, Nack, Outcome
 from pdserve.types import FinishReason, HandoverMode, Key, PageName
@@ -30,10 +33,12 @@ def announce(index: int, value: bytes | None = None, generation: int = 1) -> Ann
 
 
 def finish(indices: tuple[int, ...] = (0, 1), reason: FinishReason | None = None, index: int = 0) -> Finish:
-    return Finish(
+    made = Finish(
         key=KEY, index=index, token_id=42, next_counter=1, finish=reason, num_announced=len(indices),
-        digest_of_digests=digest_of_digests([(i, digest(i)) for i in indices]),
+        digest_of_digests=b"",
     )  # fmt: skip
+    value = digest_of_digests([(i, digest(i)) for i in indices], finish_record(made))
+    return replace(made, digest_of_digests=value)
 
 
 def read(index: int, status: ReadStatus = ReadStatus.GOOD) -> ev.ReadEnded:
@@ -138,6 +143,13 @@ def test_d4_d5_commit_when_all_is_verified_in_any_order() -> None:
 def test_d5_a_wrong_digest_of_digests_never_commits() -> None:
     made = session(*VERIFIED)
     effects = made.step(finish((0,)), 0.0)
+    assert sent(effects, Commit) == []
+    assert has(effects, ev.DRunLocal)
+
+
+@pytest.mark.parametrize("change", [{"token_id": 43}, {"next_counter": 2}, {"finish": FinishReason.STOP}])
+def test_d5_a_first_token_that_changed_on_the_way_never_commits(change: dict[str, Any]) -> None:
+    effects = session(*VERIFIED).step(replace(finish(), **change), 0.0)
     assert sent(effects, Commit) == []
     assert has(effects, ev.DRunLocal)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.digest import digest_of_digests
 from kvtransfer.session import prefill_events as ev
+from kvtransfer.session.guard import finish_record
 from kvtransfer.session.prefill import PrefillSession, PState
 from pdserve.messages import Abort, Ack, Announce, Commit, Finish, Grant, Nack, Outcome
 from pdserve.types import FinishReason, Key, PageName
@@ -25,8 +26,9 @@ def digest(index: int) -> bytes:
     return bytes([index]) * 16
 
 
-def sealed(index: int) -> ev.Sealed:
-    return ev.Sealed(index=index, page=page(index), valid_rows=16, content_key=b"k" * 16)
+def sealed(index: int, known: bytes | None = None) -> ev.Sealed:
+    """known: the digest of a page that comes from the cache."""
+    return ev.Sealed(index=index, page=page(index), valid_rows=16, content_key=b"k" * 16, digest=known)
 
 
 def digested(index: int) -> ev.Digested:
@@ -78,7 +80,8 @@ def test_p4_a_sealed_wanted_page_is_held_digested_and_announced() -> None:
 
 def test_p4_pages_that_decode_has_are_not_sent() -> None:
     made = session(HALF, grant(want=(1,), credit=1), ev.Scheduled())
-    assert made.step(sealed(0), 0.0) == []
+    assert kinds(made.step(sealed(0), 0.0)) == [ev.PRehash]
+    assert made.step(digested(0), 0.0) == []
 
 
 def test_announcements_stay_within_the_credit_and_credit_is_absolute() -> None:
@@ -103,7 +106,8 @@ def test_p6_finish_waits_for_every_wanted_page_and_covers_their_digests() -> Non
     (finish,) = sent(effects, Finish)
     assert made.state is PState.SENT
     assert (finish.index, finish.token_id, finish.next_counter, finish.num_announced) == (0, 42, 1, 2)
-    assert finish.digest_of_digests == digest_of_digests([(0, digest(0)), (1, digest(1))])
+    pairs = [(0, digest(0)), (1, digest(1))]
+    assert finish.digest_of_digests == digest_of_digests(pairs, finish_record(finish))
 
 
 def test_p6_finish_is_repeated_each_quarter_lease_until_commit() -> None:
@@ -151,6 +155,44 @@ def test_p8_a_page_that_is_bad_at_the_source_is_unpublished() -> None:
     effects = made.step(ev.Digested(index=0, page=page(0), digest=b"z" * 16), 0.0)
     assert effects[0] == ev.PUnpublish(page=page(0))
     assert [a.outcome for a in sent(effects, Abort)] == [Outcome.SOURCE_CORRUPT]
+
+
+HIT = (HALF, grant(want=(1,), credit=1), ev.Scheduled(), sealed(0, digest(0)))
+
+
+def test_p4_a_cached_page_that_decode_has_is_digested_again_before_anything_is_announced() -> None:
+    """Decode never sees its bytes, only pages computed from them: those would be wrong with right digests."""
+    made = session(*HIT[:3])
+    assert made.step(HIT[3], 0.0) == [ev.PRehash(index=0, page=page(0), valid_rows=16)]
+    made.step(sealed(1), 0.0)
+    assert made.step(digested(1), 0.0) == [], "it waits for the proof"
+    assert made.step(FIRST, 0.0) == [], "and keeps the page until then"
+    effects = made.step(digested(0), 0.0)
+    assert effects[0] == ev.PDropRequest()
+    assert [a.index for a in sent(effects, Announce)] == [1]
+    assert len(sent(effects, Finish)) == 1
+
+
+def test_p4_a_cached_page_that_changed_ends_the_request_before_anything_is_announced() -> None:
+    made = session(*HIT, sealed(1), digested(1), FIRST)
+    effects = made.step(ev.Digested(index=0, page=page(0), digest=b"z" * 16), 0.0)
+    assert effects[0] == ev.PUnpublish(page=page(0))
+    assert sent(effects, Announce) == []
+    assert [a.outcome for a in sent(effects, Abort)] == [Outcome.SOURCE_CORRUPT]
+    assert made.state is PState.DONE
+
+
+def test_p4_nothing_waits_for_the_digest_of_a_computed_page_that_decode_has() -> None:
+    made = session(*HIT[:3], sealed(0), sealed(1))
+    assert [a.index for a in sent(made.step(digested(1), 0.0), Announce)] == [1]
+
+
+def test_p8_a_second_digest_that_differs_is_never_announced() -> None:
+    """Two requests may have asked for a page's first digest at once."""
+    made = session(*COMPUTING, sealed(0), digested(0))
+    effects = made.step(ev.Digested(index=0, page=page(0), digest=b"z" * 16), 0.0)
+    assert effects[0] == ev.PUnpublish(page=page(0))
+    assert sent(effects, Announce) == []
 
 
 def test_p9_commit_ends_the_key_with_all_holds_dropped() -> None:
@@ -207,8 +249,9 @@ def test_a_request_that_ends_with_its_first_token_says_so() -> None:
 EVENTS = st.sampled_from(
     [
         HALF, grant(), grant((0, 1, 2), 3), ev.Scheduled(), sealed(0), sealed(1), sealed(2), digested(0),
-        digested(1), digested(2), ev.PreemptedEvent(), FIRST, ev.Renewed(), Ack(key=KEY, index=0),
-        Ack(key=KEY, index=1), Nack(key=KEY, index=0, digest=b"x" * 16), Commit(key=KEY), ev.Tick(),
+        digested(1), digested(2), sealed(3, digest(3)), digested(3), ev.PreemptedEvent(), FIRST,
+        ev.Renewed(), Ack(key=KEY, index=0), Ack(key=KEY, index=1),
+        Nack(key=KEY, index=0, digest=b"x" * 16), Commit(key=KEY), ev.Tick(),
         Abort(key=KEY, outcome=Outcome.SUPERSEDED), ev.Stop(outcome=Outcome.STOPPED), ev.ComputeQuiet(),
     ]
 )  # fmt: skip
