@@ -83,7 +83,7 @@ class Source:
     def generation(self, page: int) -> int:
         return self.pool.generation(page)
 
-    def pin(self, page: int, generation: int, pin_id: str) -> bool:
+    def pin(self, page: int, generation: int, key: Key, pin_id: str) -> bool:
         return self.pool.generation(page) == generation
 
     def unpin(self, pin_id: str) -> None:

@@ -49,6 +49,12 @@ class Signal:
                 self._flag = False
                 os.eventfd_read(self._fd)
 
+    def wait(self) -> None:
+        """Waits until the flag is set."""
+        poller = select.poll()  # select() knows no descriptor above 1,023
+        poller.register(self._fd, select.POLLIN)
+        poller.poll()
+
     def is_set(self) -> bool:
         """Whether the flag is set."""
         return self._flag
@@ -65,20 +71,32 @@ class Stalled(Exception):
     """The other end took longer than it may."""
 
 
-def wait_for(events: dict[socket.socket, int], signal: Signal, deadline: float) -> None:
-    """Waits until a socket is ready for its poll events or the signal is set. Raises Stalled at `deadline`,
-    monotonic seconds."""
-    poller = select.poll()
-    poller.register(signal, select.POLLIN)
-    for sock, mask in events.items():
-        poller.register(sock, mask)
-    if deadline == math.inf:
-        poller.poll()
-        return
-    # What is ready already counts even after the deadline: a starved thread is not the peer's fault.
-    left_s = max(0.0, deadline - time.monotonic())
-    if not poller.poll(math.ceil(left_s * 1000)):
-        raise Stalled
+class Waiter:
+    """Waits for one socket or a signal, many times. For one thread."""
+
+    def __init__(self, sock: socket.socket, signal: Signal) -> None:
+        self._sock, self._mask = sock, 0
+        self._poller = select.poll()
+        self._poller.register(signal, select.POLLIN)
+
+    def wait(self, mask: int, deadline: float) -> None:
+        """Waits until the socket is ready for one of these poll events or the signal is set. Raises Stalled
+        at `deadline`, monotonic seconds."""
+        if mask != self._mask:
+            self._poller.register(self._sock, mask)
+            self._mask = mask
+        if deadline == math.inf:
+            self._poller.poll()
+            return
+        # What is ready already counts even after the deadline: a starved thread is not the peer's fault.
+        left_s = max(0.0, deadline - time.monotonic())
+        if not self._poller.poll(math.ceil(left_s * 1000)):
+            raise Stalled
+
+
+def wait_for(sock: socket.socket, mask: int, signal: Signal, deadline: float) -> None:
+    """`Waiter.wait`, once."""
+    Waiter(sock, signal).wait(mask, deadline)
 
 
 class Listener:

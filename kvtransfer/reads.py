@@ -106,28 +106,36 @@ class ReadTable:
             self._skip_ended()
             return self._waiting[0] if self._waiting else None
 
-    def ask(self) -> Pending | None:
-        """The first waiting read, now asked; None if there is none."""
+    @property
+    def any_waiting(self) -> bool:
+        """Whether a read may wait; without the lock, so it may be old news."""
+        return bool(self._waiting)
+
+    def ask(self, limit: int) -> list[Pending]:
+        """The first waiting reads of one request, now asked; at most `limit`, none if none waits."""
         with self._changed:
-            return self._ask()
+            return self._ask(limit)
 
     def wait_and_ask(self) -> Pending | None:
-        """As `ask`, but waits for one; None means the table was closed."""
+        """Waits for a read, which is now asked; None means the table was closed."""
         with self._changed:
             while not self._closed:
-                pending = self._ask()
-                if pending is not None:
-                    return pending
+                if asked := self._ask(1):
+                    return asked[0]
                 self._changed.wait()
             return None
 
-    def _ask(self) -> Pending | None:
-        self._skip_ended()
-        if not self._waiting:
-            return None
-        pending = self._waiting.popleft()
-        pending.state = State.ASKED
-        return pending
+    def _ask(self, limit: int) -> list[Pending]:
+        asked: list[Pending] = []
+        while self._waiting and len(asked) < limit:
+            pending = self._waiting[0]
+            if pending.state is not State.ENDED:
+                if asked and not _of_one_request(asked[0].request, pending.request):
+                    break
+                pending.state = State.ASKED
+                asked.append(pending)
+            self._waiting.popleft()
+        return asked
 
     def _skip_ended(self) -> None:
         while self._waiting and self._waiting[0].state is State.ENDED:
@@ -213,3 +221,8 @@ class ReadTable:
         except Exception:
             # One host callback that raises must not take the other reads' thread with it.
             log.exception("a read's done callback failed")
+
+
+def _of_one_request(one: ReadRequest, other: ReadRequest) -> bool:
+    same_key = one.key is other.key or one.key == other.key
+    return same_key and one.ticket == other.ticket

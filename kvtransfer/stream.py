@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 from kvtransfer.wire import HEADER, Frame, Kind, unpack
 
+_NOTHING = memoryview(b"")
+
 
 class PeerClosed(Exception):
     """The other end closed the connection, in order, between or within frames."""
@@ -37,14 +39,18 @@ class FrameReceiver:
         self.begun_at: float | None = None
         self._sock, self._page_bytes, self._place = sock, page_bytes, place
         self._header = memoryview(bytearray(HEADER.size))
+        self._ahead, self._placed = 0, False
+        self._begun_ahead_at: float | None = None
         self._restart()
 
     def _restart(self) -> None:
         self._frame: Frame | None = None
-        self._body = memoryview(b"")
+        self._body = _NOTHING
         self._payload_bytes = 0
-        self._view, self._at = self._header, 0
-        self.begun_at = None
+        self._view, self._at = self._header, self._ahead
+        self._ahead = 0
+        self.begun_at = self._begun_ahead_at
+        self._begun_ahead_at = None
 
     def pump(self) -> Frame | None:
         """The next whole frame, or None if the socket has no more now. Raises WireError, PeerClosed."""
@@ -60,8 +66,9 @@ class FrameReceiver:
                 return self._close_frame(self._frame)
 
     def _receive(self) -> bool:
+        wanted = len(self._view) - self._at
         try:
-            count = self._sock.recv_into(self._view[self._at :])
+            count = self._take(self._view[self._at :])
         except BlockingIOError:
             return False
         except ConnectionError as error:
@@ -70,24 +77,35 @@ class FrameReceiver:
             raise PeerClosed
         if self.begun_at is None:
             self.begun_at = time.monotonic()
+        if count > wanted:
+            self._ahead, count = count - wanted, wanted
+            self._begun_ahead_at = time.monotonic()
         self._at += count
         return True
 
+    def _take(self, view: memoryview) -> int:
+        """Receives into `view`; behind a page's end goes on into the next header, which saves a call per
+        page."""
+        if not self._placed:
+            return self._sock.recv_into(view)
+        return self._sock.recvmsg_into((view, self._header))[0]
+
     def _open_frame(self) -> None:
         self._frame, body_bytes, self._payload_bytes = unpack(self._header, self.expect, self._page_bytes)
-        self._body = memoryview(bytearray(body_bytes))
+        self._body = memoryview(bytearray(body_bytes)) if body_bytes else _NOTHING
         self._view, self._at = self._body, 0
 
     def _open_payload(self, frame: Frame) -> None:
         assert self._place is not None
         self._view, self._at = self._place(frame.sequence), 0
         assert len(self._view) == self._payload_bytes
-        self._payload_bytes = 0
+        self._payload_bytes, self._placed = 0, True
 
     def _close_frame(self, frame: Frame) -> Frame:
         body = bytes(self._body)
+        self._placed = False
         self._restart()
-        return Frame(kind=frame.kind, code=frame.code, sequence=frame.sequence, body=body)
+        return Frame(kind=frame.kind, code=frame.code, sequence=frame.sequence, body=body) if body else frame
 
 
 class FrameSender:

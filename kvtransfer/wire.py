@@ -3,13 +3,16 @@
 What lives here: the bytes of every frame and strict limits. What does not: moving them over a socket
 (`kvtransfer.stream`), what a frame means to a server or reader.
 
-    reader → source   HELLO(pool, layout, key, ticket) · READ(page, generation, key, ticket) · CANCEL
-    source → reader   WELCOME(pool, sizes) or REFUSED; for each READ one of PAGE, STALE, DENIED, DROPPED
+    reader → source   HELLO(pool, layout, key, ticket) · READ(key, ticket, pages and generations) · CANCEL
+    source → reader   WELCOME(pool, sizes) or REFUSED; for each page one of PAGE, STALE, DENIED, DROPPED
+
+The pages of one READ have the sequences that follow each other from the frame's own.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -17,10 +20,12 @@ from kvtransfer.ticket import MAX_TICKET_BYTES
 from pdserve.types import Key
 
 MAGIC = b"PDKV"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct(">4sBBHQII")  # magic, version, kind, code, sequence, body bytes, payload bytes
 MAX_NAME_BYTES = 512
-MAX_BODY_BYTES = MAX_TICKET_BYTES + 2 * MAX_NAME_BYTES + 64
+MAX_PAGES_PER_READ = 256
+_PLACE = struct.Struct(">QQ")  # page, generation
+MAX_BODY_BYTES = MAX_TICKET_BYTES + 2 * MAX_NAME_BYTES + 64 + MAX_PAGES_PER_READ * _PLACE.size
 _IDENTITY = struct.Struct(">QQ")
 
 
@@ -110,27 +115,26 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """A reader's wish for one page, with the ticket that allows it."""
+    """A reader's wish for pages of one request, with the ticket that allows it. pages: (page, generation), 1
+    to MAX_PAGES_PER_READ of them."""
 
-    page: int
-    generation: int
     key: Key
     ticket: bytes
+    pages: Sequence[tuple[int, int]]
 
     def pack(self, sequence: int) -> bytes:
-        """The whole frame."""
-        body = struct.pack(">QQ", self.page, self.generation) + _key(self.key) + _blob(self.ticket)
-        return pack(Kind.READ, sequence=sequence, body=body)
+        """The whole frame. sequence: of the first page."""
+        places = b"".join(_PLACE.pack(page, generation) for page, generation in self.pages)
+        return pack(Kind.READ, sequence=sequence, body=_key(self.key) + _blob(self.ticket) + places)
 
     @classmethod
     def unpack(cls, body: bytes) -> Read:
         """Raises WireError."""
         fields = _Fields(body)
-        read = cls(
-            page=fields.u64(), generation=fields.u64(), key=fields.key(), ticket=fields.blob(MAX_TICKET_BYTES)
-        )
-        fields.end()
-        return read
+        key, ticket, places = fields.key(), fields.blob(MAX_TICKET_BYTES), fields.rest()
+        if not 1 <= len(places) / _PLACE.size <= MAX_PAGES_PER_READ or len(places) % _PLACE.size:
+            raise WireError("a read of a forbidden number of pages")
+        return cls(key=key, ticket=ticket, pages=list(_PLACE.iter_unpack(places)))
 
 
 def sendable(key: Key, ticket: bytes) -> bool:
@@ -195,6 +199,9 @@ class _Fields:
 
     def key(self) -> Key:
         return Key(request_id=self.text(), term=self.u64(), epoch=self.u64())
+
+    def rest(self) -> bytes:
+        return self._take(len(self._body) - self._at)
 
     def end(self) -> None:
         if self._at != len(self._body):

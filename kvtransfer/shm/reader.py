@@ -153,7 +153,7 @@ class ShmPageReader:
         return self._pool
 
     def _take_descriptor(self, sock: socket.socket) -> int:
-        wait_for({sock: select.POLLIN}, self._stop, time.monotonic() + self._config.stall_s)
+        wait_for(sock, select.POLLIN, self._stop, time.monotonic() + self._config.stall_s)
         if self._stop.is_set():
             raise PeerClosed
         data, fds, _, _ = socket.recv_fds(sock, _MAX_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)

@@ -87,7 +87,7 @@ class ShmPageServer:
         receiver = FrameReceiver(sock, expect=frozenset({Kind.HELLO}))
         deadline = time.monotonic() + self._config.stall_s
         while (frame := receiver.pump()) is None:
-            wait_for({sock: select.POLLIN}, self._stop, deadline)
+            wait_for(sock, select.POLLIN, self._stop, deadline)
             if self._stop.is_set():
                 return
         if self._answer(sock, Hello.unpack(frame.body)):
@@ -105,7 +105,7 @@ class ShmPageServer:
 
     def _keep(self, sock: socket.socket) -> None:
         """Holds the connection, by which the reader sees that we live, until it leaves or we stop."""
-        wait_for({sock: select.POLLIN}, self._stop, math.inf)
+        wait_for(sock, select.POLLIN, self._stop, math.inf)
         if not self._stop.is_set() and sock.recv(1):
             raise WireError("a mapped reader has nothing to say")
 

@@ -11,14 +11,13 @@ waits for the source.
 from __future__ import annotations
 
 import logging
-import math
 import socket
 import threading
 from collections import deque
 from collections.abc import Mapping
 
 from kvtransfer.hello import Refused
-from kvtransfer.listener import Signal, Stalled, wait_for
+from kvtransfer.listener import Signal, Stalled
 from kvtransfer.reads import Counters, Pending, ReadTable
 from kvtransfer.stream import PeerClosed
 from kvtransfer.tcp.visit import Visit
@@ -67,7 +66,7 @@ class TcpPageReader:
             self._wake.clear()
             first = self._reads.peek()
             if first is None:
-                wait_for({}, self._wake, math.inf)
+                self._wake.wait()
             else:
                 self._visit(first)
         self._reads.end_all("closed")

@@ -3,9 +3,10 @@
 What lives here: one connection's life (hello, queued reads, one page at a time) and the server that accepts
 them. What does not: the frames themselves (`kvtransfer.wire`), threads and stopping (`kvtransfer.listener`).
 
-A queued read holds nothing; its page is checked and pinned right before the first byte, unpinned right after
-the last, so a page that goes while its read waits makes a STALE frame. Every connection has its own queue
-and thread: a reader that does not take its bytes delays no other.
+A queued read holds nothing; its page is checked and pinned right before its load of frames (one page, or a
+few small ones) begins and unpinned right after the last byte, so a page that goes while its read waits
+makes a STALE frame. Every connection has its own queue and thread: a reader that does not take its bytes
+delays no other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtransfer.hello import judge
-from kvtransfer.listener import Listener, Signal, Stalled, wait_for
+from kvtransfer.listener import Listener, Signal, Stalled, Waiter
 from kvtransfer.reads import Counters
 from kvtransfer.stream import FrameReceiver, FrameSender
 from kvtransfer.transport import PageSource, ServerConfig
@@ -28,6 +29,8 @@ from kvtransfer.wire import Code, Frame, Hello, Kind, Read, WireError, pack
 from pdserve.types import Key
 
 _serial = itertools.count()
+_LOAD_BYTES = 256 * 1024
+_MAX_PARTS = 256  # a system call takes 1,024
 
 
 class TcpPageServer:
@@ -80,7 +83,7 @@ class TcpPageServer:
         _Connection(sock, self._source, self._config, self._counters, self._stop).run()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Job:
     """An answer that is due: a page, or (answer set) a short frame."""
 
@@ -103,7 +106,8 @@ class _Connection:
         self._sender = FrameSender(sock)
         self._jobs: OrderedDict[int, _Job] = OrderedDict()
         self._id = next(_serial)
-        self._pin_id = ""
+        self._pins: list[str] = []
+        self._waiter = Waiter(sock, stop)
         self._greeted = self._refused = False
         self._quiet_since = time.monotonic()
 
@@ -144,19 +148,22 @@ class _Connection:
             self._receiver.expect = frozenset({Kind.READ, Kind.CANCEL})
 
     def _queue(self, frame: Frame) -> None:
-        read = Read.unpack(frame.body)
-        if frame.sequence in self._jobs or len(self._jobs) >= self._config.max_queued:
+        read, jobs = Read.unpack(frame.body), self._jobs
+        last = frame.sequence + len(read.pages) - 1
+        if len(jobs) + len(read.pages) > self._config.max_queued or last >= 2**64:
             raise WireError("a reader asks for too much")
-        self._jobs[frame.sequence] = self._admit(frame.sequence, read)
+        allowed = self._source.authorise(read.ticket, read.key)
+        for sequence, (page, generation) in enumerate(read.pages, frame.sequence):
+            if sequence in jobs:
+                raise WireError("a read's number is taken")
+            if not allowed:
+                jobs[sequence] = self._denied(sequence, Code.BAD_TICKET)
+            elif page >= self._source.facts.num_pages:
+                jobs[sequence] = self._denied(sequence, Code.NO_SUCH_PAGE)
+            else:
+                jobs[sequence] = _Job(sequence, page, generation, read.key)
 
-    def _admit(self, sequence: int, read: Read) -> _Job:
-        code = Code.NONE
-        if not self._source.authorise(read.ticket, read.key):
-            code = Code.BAD_TICKET
-        elif read.page >= self._source.facts.num_pages:
-            code = Code.NO_SUCH_PAGE
-        if code is Code.NONE:
-            return _Job(sequence, read.page, read.generation, read.key)
+    def _denied(self, sequence: int, code: Code) -> _Job:
         self._counters.add("denied")
         return _Job(sequence, answer=pack(Kind.DENIED, code=code, sequence=sequence))
 
@@ -172,11 +179,21 @@ class _Connection:
             return
         self._unpin()
         if self._jobs:
-            _, job = self._jobs.popitem(last=False)
-            self._sender.load(*self._parts(job))
+            self._sender.load(*self._next_load())
             if self._sender.pump():
                 self._unpin()
             self._quiet_since = time.monotonic()
+
+    def _next_load(self) -> list[bytes | memoryview]:
+        """Frames of the first queued reads: one page, or some small ones."""
+        parts: list[bytes | memoryview] = []
+        size = 0
+        while self._jobs and size < _LOAD_BYTES and len(parts) < _MAX_PARTS:
+            _, job = self._jobs.popitem(last=False)
+            for part in self._parts(job):
+                parts.append(part)
+                size += len(part)
+        return parts
 
     def _parts(self, job: _Job) -> tuple[bytes | memoryview, ...]:
         if job.answer:
@@ -186,23 +203,22 @@ class _Connection:
         if not self._source.pin(job.page, job.generation, job.key, pin_id):
             self._counters.add("stale")
             return (pack(Kind.STALE, sequence=job.sequence),)
-        self._pin_id = pin_id
+        self._pins.append(pin_id)
         payload = self._source.payload(job.page)
         self._counters.add("pages")
         self._counters.add("bytes", payload.nbytes)
         return pack(Kind.PAGE, sequence=job.sequence, payload_bytes=payload.nbytes), payload
 
     def _unpin(self) -> None:
-        if self._pin_id:
-            self._source.unpin(self._pin_id)
-            self._pin_id = ""
+        while self._pins:
+            self._source.unpin(self._pins.pop())
 
     def _wait(self) -> None:
         if self._over() or (self._jobs and not self._sender.busy):
             return
         mask = select.POLLIN | (select.POLLOUT if self._sender.busy else 0)
         try:
-            wait_for({self._sock: mask}, self._stop, self._deadline())
+            self._waiter.wait(mask, self._deadline())
         except Stalled:
             if self._greeted and not self._sender.busy and self._receiver.begun_at is None:
                 self._counters.add("idle")

@@ -13,16 +13,17 @@ import time
 from collections import deque
 
 from kvtransfer.hello import accept, introduce, refusal
-from kvtransfer.listener import Signal, Stalled, wait_for
+from kvtransfer.listener import Signal, Stalled, Waiter
 from kvtransfer.reads import Counters, Pending, ReadTable, State
 from kvtransfer.stream import FrameReceiver, FrameSender, PeerClosed
 from kvtransfer.transport import ReaderConfig, ReadStatus
-from kvtransfer.wire import Frame, Kind, Read, WireError, pack
+from kvtransfer.wire import MAX_PAGES_PER_READ, Frame, Kind, Read, WireError, pack
 
 _GREETINGS = frozenset({Kind.WELCOME, Kind.REFUSED})
 _ANSWERS = frozenset({Kind.PAGE, Kind.STALE, Kind.DENIED, Kind.DROPPED})
 _BATCH_BYTES = 65536
 _MAX_ASKED = 1024
+_LOW_ASKED = 768  # with fewer on their way, more are asked for even while pages come
 
 
 class Visit:
@@ -43,6 +44,7 @@ class Visit:
             sock, expect=_GREETINGS, page_bytes=config.page_bytes, place=self._place
         )
         self._sender = FrameSender(sock)
+        self._waiter = Waiter(sock, wake)
         self._awaited: dict[int, Pending] = {}
         self._sequence = self._num_answers = 0
         self._scratch: memoryview | None = None
@@ -88,7 +90,8 @@ class Visit:
         while (frame := self._receiver.pump()) is not None:
             self._heard_at = time.monotonic()
             self._answer(frame)
-            self._ask()
+            if self._cancelled or (len(self._awaited) < _LOW_ASKED and self._reads.any_waiting):
+                self._ask()
 
     def _answer(self, frame: Frame) -> None:
         pending = self._awaited.pop(frame.sequence, None)
@@ -135,16 +138,17 @@ class Visit:
     def _wishes(self) -> bytes:
         frames, size = [], 0
         while size < _BATCH_BYTES and len(self._awaited) < _MAX_ASKED:
-            pending = self._reads.ask()
-            if pending is None:
+            batch = self._reads.ask(min(MAX_PAGES_PER_READ, _MAX_ASKED - len(self._awaited)))
+            if not batch:
                 break
             if not self._awaited:
                 self._heard_at = time.monotonic()
-            self._sequence += 1
-            pending.sequence = self._sequence
-            self._awaited[pending.sequence] = pending
-            frames.append(_wish(pending))
+            frames.append(_wish(batch).pack(self._sequence + 1))
             size += len(frames[-1])
+            for pending in batch:
+                self._sequence += 1
+                pending.sequence = self._sequence
+                self._awaited[pending.sequence] = pending
         return b"".join(frames)
 
     def _idle(self) -> bool:
@@ -162,15 +166,12 @@ class Visit:
 
     def _wait(self, deadline: float) -> None:
         mask = select.POLLIN | (select.POLLOUT if self._sender.busy else 0)
-        wait_for({self._sock: mask}, self._wake, deadline)
+        self._waiter.wait(mask, deadline)
 
 
-def _wish(pending: Pending) -> bytes:
-    request = pending.request
-    read = Read(
-        page=request.source.page,
-        generation=request.source.generation,
-        key=request.key,
-        ticket=request.ticket,
-    )
-    return read.pack(pending.sequence)
+def _wish(batch: list[Pending]) -> Read:
+    """One frame for reads of one request."""
+    request = batch[0].request
+    sources = [pending.request.source for pending in batch]
+    pages = [(source.page, source.generation) for source in sources]
+    return Read(key=request.key, ticket=request.ticket, pages=pages)

@@ -125,6 +125,11 @@ class Host:
         with self.changed:
             return self.changed.wait_for(lambda: len(self.pins) == count, timeout_s)
 
+    def wait_pinned(self, timeout_s: float = 20) -> bool:
+        """Waits until any pin is held."""
+        with self.changed:
+            return self.changed.wait_for(lambda: bool(self.pins), timeout_s)
+
     def flip(self, page: int, at: int) -> None:
         """Turns one byte of a page, as a broken memory would."""
         self.pool.page_view(page)[at] ^= 0xFF

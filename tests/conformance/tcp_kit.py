@@ -44,7 +44,7 @@ def hello(host: Host) -> bytes:
 
 
 def wish(page: int, sequence: int) -> bytes:
-    return Read(page=page, generation=1, key=KEY, ticket=ticket()).pack(sequence)
+    return Read(key=KEY, ticket=ticket(), pages=[(page, 1)]).pack(sequence)
 
 
 def take(sock: socket.socket, size: int) -> bytes:

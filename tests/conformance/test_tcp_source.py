@@ -124,7 +124,7 @@ def test_a_reader_that_takes_nothing_delays_nobody_and_is_dropped(host: Host, tm
     with host.serving("tcp", tmp_path, stall_s=0.3) as server, dial(server) as lazy:
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         lazy.sendall(hello(host) + b"".join(wish(number % NUM_PAGES, number) for number in range(2000)))
-        assert host.wait_pins(1)
+        assert host.wait_pinned()
         with reading(host, server.endpoint()) as reader:
             for slot in range(NUM_PAGES):
                 destination.read(reader, slot)
@@ -171,7 +171,7 @@ def test_a_cancelled_wish_is_answered_once(host: Host, server: PageServer) -> No
 def test_closing_the_server_in_mid_page_drops_the_pin(host: Host, tmp_path: Path) -> None:
     with host.serving("tcp", tmp_path) as server, dial(server) as lazy:
         lazy.sendall(hello(host) + b"".join(wish(number % NUM_PAGES, number) for number in range(2000)))
-        assert host.wait_pins(1)
+        assert host.wait_pinned()
         server.close()
         assert host.pins == {}
         assert is_closed(lazy)

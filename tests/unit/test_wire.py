@@ -14,6 +14,8 @@ from kvtransfer.wire import (
     HEADER,
     MAGIC,
     MAX_BODY_BYTES,
+    MAX_PAGES_PER_READ,
+    VERSION,
     Frame,
     Hello,
     Kind,
@@ -30,7 +32,8 @@ u64 = st.integers(0, 2**64 - 1)
 keys = st.builds(Key, request_id=st.text(max_size=20), term=u64, epoch=u64)
 tickets = st.binary(max_size=300)
 hellos = st.builds(Hello, pool_id=u64, layout=st.text(max_size=20), key=keys, ticket=tickets)
-reads = st.builds(Read, page=u64, generation=u64, key=keys, ticket=tickets)
+places = st.lists(st.tuples(u64, u64), min_size=1, max_size=MAX_PAGES_PER_READ)
+reads = st.builds(Read, key=keys, ticket=tickets, pages=places)
 
 
 @pytest.fixture
@@ -52,6 +55,13 @@ def test_a_read_reads_back(read: Read, sequence: int) -> None:
     assert (Read.unpack(frame.body), frame.sequence, frame.kind) == (read, sequence, Kind.READ)
 
 
+@pytest.mark.parametrize("count", [0, MAX_PAGES_PER_READ + 1])
+def test_a_read_of_no_page_or_too_many_is_a_violation(count: int) -> None:
+    frame = Read(key=Key(request_id="r"), ticket=b"t", pages=[(1, 1)] * count).pack(1)
+    with pytest.raises(WireError):
+        Read.unpack(frame[HEADER.size :])
+
+
 @given(u64, u64, u64)
 def test_a_welcome_reads_back(pool_id: int, num_pages: int, page_bytes: int) -> None:
     welcome = Welcome(pool_id=pool_id, num_pages=num_pages, page_bytes=page_bytes)
@@ -62,7 +72,7 @@ def test_every_shorter_or_longer_body_is_a_violation() -> None:
     key = Key(request_id="r", term=1, epoch=1)
     bodies = (
         (Hello, Hello(pool_id=1, layout="ab", key=key, ticket=b"t" * 9).pack()[HEADER.size :]),
-        (Read, Read(page=1, generation=1, key=key, ticket=b"t" * 9).pack(1)[HEADER.size :]),
+        (Read, Read(key=key, ticket=b"t" * 9, pages=[(1, 1)]).pack(1)[HEADER.size :]),
         (Welcome, Welcome(pool_id=1, num_pages=1, page_bytes=1).pack()[HEADER.size :]),
     )
     for kind, body in bodies:
@@ -92,15 +102,15 @@ def test_a_name_that_is_no_text_is_a_violation() -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        HEADER.pack(b"GET ", 1, Kind.HELLO, 0, 0, 0, 0),
-        HEADER.pack(MAGIC, 2, Kind.HELLO, 0, 0, 0, 0),
-        HEADER.pack(MAGIC, 1, Kind.WELCOME, 0, 0, 0, 0),
-        HEADER.pack(MAGIC, 1, 200, 0, 0, 0, 0),
-        HEADER.pack(MAGIC, 1, Kind.HELLO, 0, 0, MAX_BODY_BYTES + 1, 0),
-        HEADER.pack(MAGIC, 1, Kind.HELLO, 0, 0, 2**32 - 1, 0),
-        HEADER.pack(MAGIC, 1, Kind.HELLO, 0, 0, 0, 1),
-        HEADER.pack(MAGIC, 1, Kind.PAGE, 0, 0, 0, 99),
-        HEADER.pack(MAGIC, 1, Kind.PAGE, 0, 0, 0, 0),
+        HEADER.pack(b"GET ", VERSION, Kind.HELLO, 0, 0, 0, 0),
+        HEADER.pack(MAGIC, VERSION + 1, Kind.HELLO, 0, 0, 0, 0),
+        HEADER.pack(MAGIC, VERSION, Kind.WELCOME, 0, 0, 0, 0),
+        HEADER.pack(MAGIC, VERSION, 200, 0, 0, 0, 0),
+        HEADER.pack(MAGIC, VERSION, Kind.HELLO, 0, 0, MAX_BODY_BYTES + 1, 0),
+        HEADER.pack(MAGIC, VERSION, Kind.HELLO, 0, 0, 2**32 - 1, 0),
+        HEADER.pack(MAGIC, VERSION, Kind.HELLO, 0, 0, 0, 1),
+        HEADER.pack(MAGIC, VERSION, Kind.PAGE, 0, 0, 0, 99),
+        HEADER.pack(MAGIC, VERSION, Kind.PAGE, 0, 0, 0, 0),
     ],
     ids=["magic", "version", "unexpected", "unknown", "long", "huge", "payload", "wrong page", "no page"],
 )
@@ -110,6 +120,27 @@ def test_a_wrong_header_is_a_violation(pair: tuple[socket.socket, socket.socket]
     there.sendall(header)
     with pytest.raises(WireError):
         receiver.pump()
+
+
+@pytest.mark.parametrize("cut", [0, 30, 128, 129, 140, 255, 256, 257, 300])
+def test_pages_back_to_back_each_land_in_their_place(
+    pair: tuple[socket.socket, socket.socket], cut: int
+) -> None:
+    here, there = pair
+    pages = [memoryview(bytearray(100)) for _ in range(3)]
+    receiver = FrameReceiver(here, expect=ALL, page_bytes=100, place=lambda sequence: pages[sequence])
+    data = b""
+    for number in range(3):
+        data += pack(Kind.PAGE, sequence=number, payload_bytes=100) + bytes([number + 1]) * 100
+    data += pack(Kind.STALE, sequence=9)
+    seen: list[int] = []
+    for part in (data[:cut], data[cut:]):
+        there.sendall(part)
+        while (frame := receiver.pump()) is not None:
+            seen.append(frame.sequence)
+    assert seen == [0, 1, 2, 9]
+    assert [bytes(page) for page in pages] == [bytes([number + 1]) * 100 for number in range(3)]
+    assert receiver.begun_at is None
 
 
 def test_frames_come_byte_by_byte_with_a_page_in_place(pair: tuple[socket.socket, socket.socket]) -> None:
