@@ -21,6 +21,7 @@ from pdserve.errors import InvalidRequest
 from pdserve.messages import Envelope, Renew, TransferMessage
 from pdserve.rpc import convert
 from pdserve.rpc.channel import open_channel
+from pdserve.rpc.credentials import Renewing, close_soon
 from pdserve.rpc.fleet_auth import authenticated
 from pdserve.rpc.v1 import transfer_pb2, transfer_pb2_grpc
 from pdserve.types import PeerRef
@@ -102,12 +103,13 @@ class Link:
 
     async def _run(self) -> None:
         failures = 0
-        channel = open_channel(self._peer.control)
+        tls = self._port.parts.tls
+        channels = Renewing(tls, lambda: open_channel(self._peer.control, tls=tls), close_soon)
         secret = self._port.parts.context.secret
         try:
             while failures < FORGET_AFTER:
                 try:
-                    stub = authenticated(transfer_pb2_grpc.TransferServiceStub(channel), secret)
+                    stub = authenticated(transfer_pb2_grpc.TransferServiceStub(channels.current()), secret)
                     self._stream = object()
                     self._wake.set()
                     async for response in stub.Exchange(self._requests(self._stream)):
@@ -123,7 +125,7 @@ class Link:
                 await asyncio.sleep(min(LAST_RETRY_S, FIRST_RETRY_S * 2**failures))
         finally:
             self._on_over(self._peer)
-            await channel.close(None)
+            await asyncio.gather(*(channel.close(None) for channel in channels.all()))
 
     async def _requests(self, stream: object) -> AsyncIterator[transfer_pb2.ExchangeRequest]:
         yield self._wrap(Renew(keys=(), answer=True))  # says who we are

@@ -85,6 +85,7 @@ class Reads:
             page_bytes=parts.layout.page_bytes,
             layer_first=0,
             layer_last=parts.layout.num_layers - 1,
+            tls=parts.tls,
         )
         try:
             reader = transport(way[0]).reader(config)

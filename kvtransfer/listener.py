@@ -5,6 +5,7 @@ What lives here: what the servers of all transports share. What does not: frames
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from kvtransfer.reads import Counters
 from kvtransfer.stream import PeerClosed
 from kvtransfer.wire import WireError
+from pdserve.tls.sockets import Untrusted
 
 log = logging.getLogger(__name__)
 _BACKLOG = 128
@@ -104,6 +106,8 @@ class Listener:
 
     serve: called with each connection, non-blocking, in its thread; it returns or raises when the connection
     is over, at the latest soon after `stop` is set. Whatever it raises is counted and ends that connection.
+    secure: called first, in the same thread, if connections are encrypted; gives the socket to serve and uses
+    up the one it gets.
     """
 
     def __init__(
@@ -114,8 +118,10 @@ class Listener:
         stop: Signal,
         max_connections: int,
         counters: Counters,
+        secure: Callable[[socket.socket], socket.socket] | None = None,
     ) -> None:
         self._sock, self._serve, self._stop = sock, serve, stop
+        self._secure = secure
         self._counters = counters
         self._slots = threading.Semaphore(max_connections)
         self._lock = threading.Lock()
@@ -178,13 +184,18 @@ class Listener:
 
     def _run(self, connection: socket.socket) -> None:
         try:
+            if self._secure is not None:
+                connection = self._secure(connection)
             self._serve(connection)
         except WireError:
             self._counters.add("violations")
+        except Untrusted:
+            self._counters.add("untrusted")
         except Stalled:
             self._counters.add("stalled")
             # Reset: what the kernel still holds for a peer that takes nothing must go too.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with contextlib.suppress(OSError):  # used up by a TLS handshake that did not end
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         except (PeerClosed, OSError):
             self._counters.add("closed_by_peer")
         except Exception:

@@ -19,6 +19,7 @@ from pdserve.kvcache.manager import PageManager
 from pdserve.kvcache.pool import KVPool
 from pdserve.rpc.server import RpcServer
 from pdserve.sched.scheduler import StepScheduler
+from pdserve.tls import TlsSource
 from pdserve.types import PeerRef
 
 E = TypeVar("E", bound=Effect)
@@ -38,6 +39,7 @@ class WorkerParts:
     host: str
     host_id: str
     run_dir: str
+    tls: TlsSource | None = None
 
 
 class WorkerPort(Protocol):

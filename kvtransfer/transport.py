@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pdserve.errors import ConfigError
 from pdserve.types import Key, PageName
+
+if TYPE_CHECKING:
+    from pdserve.tls import TlsSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +157,7 @@ class ServerConfig:
     directory: for sockets in the file system; made with mode 0700. host, port: for tcp; port 0 takes a free
     one. max_connections: more are closed at once. stall_s: seconds in which a hello, or any frame once begun,
     must be through. idle_s: seconds after which a connection without a request is closed.
-    max_queued: requests that may wait on one connection.
+    max_queued: requests that may wait on one connection. tls: for tcp; readers must show a certificate.
     """
 
     directory: str = ""
@@ -164,6 +167,7 @@ class ServerConfig:
     stall_s: float = 10.0
     idle_s: float = 600.0
     max_queued: int = 4096
+    tls: TlsSource | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +177,7 @@ class ReaderConfig:
     endpoint: of the peer's server. pool_id, layout, page_bytes: of the peer's pool. layer_first, layer_last,
     shard: what its pages hold (see `kvtransfer.digest`). stall_s: seconds in which the peer must answer, and
     in which a frame once begun must be through. idle_s: a quiet connection older than this is dialled anew;
-    keep it below the server's.
+    keep it below the server's. tls: for tcp; the peer must show a certificate for its endpoint's host.
     """
 
     endpoint: str
@@ -185,6 +189,7 @@ class ReaderConfig:
     shard: int = 0
     stall_s: float = 10.0
     idle_s: float = 300.0
+    tls: TlsSource | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

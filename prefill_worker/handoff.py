@@ -43,7 +43,8 @@ class Handoff:
         parts = self._port.parts
         directory = os.path.join(parts.run_dir, f"{parts.context.incarnation:016x}")
         for name in parts.transports:
-            server = transport(name).server(self, ServerConfig(directory=directory, host=parts.host))
+            config = ServerConfig(directory=directory, host=parts.host, tls=parts.tls)
+            server = transport(name).server(self, config)
             server.start()
             self._servers[name] = server
         return {name: server.endpoint() for name, server in self._servers.items()}

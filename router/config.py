@@ -10,6 +10,7 @@ from typing import Literal, cast
 
 from kvtransfer.ticket import MIN_SECRET_BYTES
 from pdserve.config.fields import setting
+from pdserve.config.tls import tls_files
 from pdserve.config.worker import KV_MIXING
 from pdserve.errors import ConfigError
 
@@ -20,7 +21,7 @@ SECRET_VARIABLE = "PDSERVE_FLEET_SECRET"  # noqa: S105 - the name of a variable
 class RouterConfig:
     """What a router needs to know. Raises ConfigError for values that do not go together."""
 
-    host: str = setting("127.0.0.1", help="Address to listen on; others than loopback need insecure.")
+    host: str = setting("127.0.0.1", help="Address to listen on; others than loopback need TLS or insecure.")
     port: int = setting(
         50051, help="gRPC port for clients and workers; 0: any free one.", minimum=0, maximum=65535
     )
@@ -34,6 +35,15 @@ class RouterConfig:
     insecure: bool = setting(
         False,
         help="Allow listeners and workers beyond loopback without TLS. Anyone who reaches them may use them.",
+    )
+    tls_ca: str = setting(
+        "", help="PEM file of the authorities whose certificates we accept; with it all connections use TLS."
+    )
+    tls_cert: str = setting("", help="PEM file of our certificate, with its chain, for serving and dialling.")
+    tls_key: str = setting("", help="PEM file of its private key; readable by its user alone.")
+    tls_server_name: str = setting(
+        "",
+        help="Name that the certificates of peers must have, in place of the host dialled; empty: the host.",
     )
     reflection: bool = setting(False, help="Serve gRPC reflection.")
     fleet_secret: str = setting(
@@ -74,6 +84,7 @@ class RouterConfig:
     )
 
     def __post_init__(self) -> None:
+        tls_files(self)
         if self.heartbeat_timeout_s < self.suspect_after_s:
             raise ConfigError("heartbeat_timeout_s: must not be below suspect_after_s")
 

@@ -14,6 +14,7 @@ from pdserve.api import FleetStatus, GenerateInput, ModelInfo, StreamEvent, Work
 from pdserve.clock import Clock
 from pdserve.errors import Draining, PdserveError, Unavailable, UnknownModel
 from pdserve.messages import Outcome
+from pdserve.tls import TlsSource
 from router import events as ev
 from router.calls import Tasks
 from router.config import RouterConfig
@@ -36,13 +37,13 @@ _SHUT_DOWN = ev.AbortAsked(label="draining", message="The router shuts down; sen
 class Hub:
     """All of one router's state. Owned by one event loop."""
 
-    def __init__(self, config: RouterConfig, clock: Clock) -> None:
-        """Raises ConfigError if there is no usable fleet secret."""
+    def __init__(self, config: RouterConfig, clock: Clock, tls: TlsSource | None = None) -> None:
+        """tls: our certificate. Raises ConfigError if there is no usable fleet secret."""
         self.config = config
         self.router_id = secrets.token_hex(8)
         self.metrics = RouterMetrics()
         secret = config.secret_bytes()
-        self.roster = Roster(config, clock, self.router_id, secret)
+        self.roster = Roster(config, clock, self.router_id, secret, tls)
         self._clock, self._started_at = clock, clock.now()
         self._tasks = Tasks()
         self._services = Services(

@@ -5,40 +5,68 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+import grpc.aio
+
 from pdserve.rpc.channel import open_channel
+from pdserve.rpc.credentials import Renewing, close_soon
 from pdserve.rpc.fleet_auth import authenticated
 from pdserve.rpc.v1 import cluster_pb2_grpc, decode_pb2_grpc, prefill_pb2_grpc
+from pdserve.tls import TlsSource
 from pdserve.types import WorkerRecord
+
+
+class _Stubs:
+    """A channel and its stubs."""
+
+    def __init__(self, channel: grpc.aio.Channel, secret: bytes) -> None:
+        self.channel = channel
+        self.decode = authenticated(decode_pb2_grpc.DecodeServiceStub(channel), secret)
+        self.prefill = authenticated(prefill_pb2_grpc.PrefillServiceStub(channel), secret)
+        self.worker = authenticated(cluster_pb2_grpc.WorkerServiceStub(channel), secret)
 
 
 class WorkerLink:
     """The channel to one incarnation of a worker."""
 
-    def __init__(self, record: WorkerRecord, secret: bytes) -> None:
+    def __init__(self, record: WorkerRecord, secret: bytes, tls: TlsSource | None = None) -> None:
+        """tls: our certificate; new calls use it as it is when they start."""
         self.record = record
-        self._channel = open_channel(record.peer.control)
-        self.decode = authenticated(decode_pb2_grpc.DecodeServiceStub(self._channel), secret)
-        self.prefill = authenticated(prefill_pb2_grpc.PrefillServiceStub(self._channel), secret)
-        self.worker = authenticated(cluster_pb2_grpc.WorkerServiceStub(self._channel), secret)
+        self._stubs = Renewing(
+            tls,
+            lambda: _Stubs(open_channel(record.peer.control, tls=tls), secret),
+            lambda stubs: close_soon(stubs.channel),
+        )
+
+    @property
+    def decode(self) -> decode_pb2_grpc.DecodeServiceAsyncStub:
+        return self._stubs.current().decode
+
+    @property
+    def prefill(self) -> prefill_pb2_grpc.PrefillServiceAsyncStub:
+        return self._stubs.current().prefill
+
+    @property
+    def worker(self) -> cluster_pb2_grpc.WorkerServiceAsyncStub:
+        return self._stubs.current().worker
 
     async def close(self) -> None:
         """Ends all calls on it."""
-        await self._channel.close(None)
+        await asyncio.gather(*(stubs.channel.close(None) for stubs in self._stubs.all()))
 
 
 class Links:
     """Links by incarnation. Owned by the event loop."""
 
-    def __init__(self, secret: bytes) -> None:
-        """secret: the fleet's."""
-        self._secret = secret
+    def __init__(self, secret: bytes, tls: TlsSource | None = None) -> None:
+        """secret: the fleet's. tls: our certificate."""
+        self._secret, self._tls = secret, tls
         self._links: dict[int, WorkerLink] = {}
 
     def open(self, record: WorkerRecord) -> WorkerLink:
         """The link to this incarnation; a new one if there is none. Its address never changes."""
         link = self._links.get(record.peer.incarnation)
         if link is None:
-            link = self._links[record.peer.incarnation] = WorkerLink(record, self._secret)
+            link = self._links[record.peer.incarnation] = WorkerLink(record, self._secret, self._tls)
         return link
 
     def get(self, incarnation: int) -> WorkerLink | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from pdserve import failpoints
 from pdserve.clock import Clock, MonotonicClock
+from pdserve.config.tls import tls_source
 from pdserve.rpc.fleet_auth import FleetGuard
 from pdserve.rpc.server import RpcServer, ServerOptions
 from pdserve.rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc
@@ -27,13 +28,15 @@ class Router:
         """Raises ConfigError. Must be called in the running loop that will serve."""
         failpoints.require_allowed()
         self._config = config
-        self.hub = Hub(config, clock or MonotonicClock())
+        tls = tls_source(config)
+        self.hub = Hub(config, clock or MonotonicClock(), tls)
         self._rpc = RpcServer(
             ServerOptions(
                 host=config.host,
                 port=config.port,
                 insecure=config.insecure,
                 reflection=config.reflection,
+                tls=tls,
             ),
             interceptors=[FleetGuard(config.secret_bytes())],
         )

@@ -16,6 +16,7 @@ from pdserve.clock import Clock
 from pdserve.errors import PdserveError
 from pdserve.rpc.convert import Heartbeat, JoinAnswer, Register
 from pdserve.rpc.server import is_loopback
+from pdserve.tls import TlsSource
 from pdserve.types import Role, WorkerRecord
 from router.config import RouterConfig
 from router.links import Links, WorkerLink
@@ -33,13 +34,15 @@ class Roster:
     router's readiness may have changed.
     """
 
-    def __init__(self, config: RouterConfig, clock: Clock, router_id: str, secret: bytes) -> None:
-        """secret: the fleet's."""
+    def __init__(
+        self, config: RouterConfig, clock: Clock, router_id: str, secret: bytes, tls: TlsSource | None = None
+    ) -> None:
+        """secret: the fleet's. tls: our certificate."""
         self._config, self._clock, self._router_id = config, clock, router_id
         self._membership = Membership(
             MembershipConfig(suspect_after_s=config.suspect_after_s, lost_after_s=config.heartbeat_timeout_s)
         )
-        self.links = Links(secret)
+        self.links = Links(secret, tls)
         self.model: ServedModel | None = None
         self.on_lost: Callable[[int], None] = lambda incarnation: None
         self.on_change: Callable[[], None] = lambda: None
@@ -161,9 +164,9 @@ class Roster:
 
     def _address_problem(self, record: WorkerRecord) -> str | None:
         host = record.peer.control.rpartition(":")[0]
-        if self._config.insecure or is_loopback(host):
+        if self._config.insecure or self._config.tls_ca or is_loopback(host):
             return None
-        return "The worker's address is not loopback: start the router with --insecure to allow that."
+        return "The worker's address is not loopback: give the router TLS, or --insecure to allow that."
 
     def _answer(self, problem: str | None) -> JoinAnswer:
         return JoinAnswer(router_id=self._router_id, accepted=problem is None, problem=problem or "")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 
@@ -23,6 +24,7 @@ from kvtransfer.stream import PeerClosed
 from kvtransfer.tcp.visit import Visit
 from kvtransfer.transport import Done, ReaderConfig, ReadRequest, ReadStatus
 from kvtransfer.wire import WireError
+from pdserve.tls.sockets import Untrusted, secure_dialled
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +77,7 @@ class TcpPageReader:
     def _visit(self, first: Pending) -> None:
         """One connection, from the dial for `first` to its end; reads that it leaves pending have failed."""
         try:
-            with _dial(self._config.endpoint, self._config.stall_s) as sock:
+            with self._dial() as sock:
                 visit = Visit(sock, self._config, self._reads, self._counters, self._wake, self._cancelled)
                 visit.greet(first)
                 visit.run()
@@ -85,6 +87,8 @@ class TcpPageReader:
             return
         except Stalled:
             detail = "stalled"
+        except Untrusted:
+            detail = "not trusted"
         except WireError:
             detail = "protocol violation"
         except (PeerClosed, OSError):
@@ -95,10 +99,21 @@ class TcpPageReader:
         self._counters.add(detail)
         self._reads.end_all("closed" if self._reads.closed else detail)
 
+    def _dial(self) -> socket.socket:
+        host, _, port = self._config.endpoint.rpartition(":")
+        host, limit_s = host.strip("[]"), self._config.stall_s
+        sock = socket.create_connection((host, int(port)), timeout=limit_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setblocking(False)
+        if self._config.tls is None:
+            return sock
+        deadline = time.monotonic() + limit_s
+        return secure_dialled(
+            sock, self._config.tls, host, lambda end, mask: self._go_on(end, mask, deadline)
+        )
 
-def _dial(endpoint: str, timeout_s: float) -> socket.socket:
-    host, _, port = endpoint.rpartition(":")
-    sock = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setblocking(False)
-    return sock
+    def _go_on(self, sock: socket.socket, mask: int, deadline: float) -> bool:
+        self._wake.clear()
+        if not self._reads.closed:
+            wait_for({sock: mask}, self._wake, deadline)
+        return not self._reads.closed

@@ -26,6 +26,7 @@ from kvtransfer.reads import Counters
 from kvtransfer.stream import FrameReceiver, FrameSender
 from kvtransfer.transport import PageSource, ServerConfig
 from kvtransfer.wire import Code, Frame, Hello, Kind, Read, WireError, pack
+from pdserve.tls.sockets import secure_accepted
 from pdserve.types import Key
 
 _serial = itertools.count()
@@ -60,6 +61,7 @@ class TcpPageServer:
             stop=self._stop,
             max_connections=self._config.max_connections,
             counters=self._counters,
+            secure=None if self._config.tls is None else self._secure,
         )
         self._listener.start()
 
@@ -77,6 +79,16 @@ class TcpPageServer:
             self._listener.close()
             self._listener = None
             self._stop.close()
+
+    def _secure(self, sock: socket.socket) -> socket.socket:
+        """In the connection's own thread: a silent peer delays nobody but itself."""
+        assert self._config.tls is not None
+        deadline = time.monotonic() + self._config.stall_s
+        return secure_accepted(sock, self._config.tls, lambda end, mask: self._go_on(end, mask, deadline))
+
+    def _go_on(self, sock: socket.socket, mask: int, deadline: float) -> bool:
+        wait_for({sock: mask}, self._stop, deadline)
+        return not self._stop.is_set()
 
     def _serve(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from typing import Any
 
+from pdserve.cli.connection import Router
 from pdserve.client import Client
 from pdserve.errors import PdserveError, PromptTooLong
 
@@ -13,7 +14,7 @@ PROMPT = "> "
 HELP = "Ctrl-C stops an answer; /reset forgets the conversation; /exit or Ctrl-D ends."
 
 
-def run(address: str, system: str, max_tokens: int, temperature: float, seed: int | None) -> int:
+def run(router: Router, system: str, max_tokens: int, temperature: float, seed: int | None) -> int:
     """Reads lines and streams answers until the end of input; returns the exit code. Raises PdserveError."""
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     if seed is not None:
@@ -22,7 +23,7 @@ def run(address: str, system: str, max_tokens: int, temperature: float, seed: in
     history = list(opening)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # line editing for input()
-    with Client(address) as client:
+    with router.client() as client:
         print(f"{client.get_model().model}. {HELP}", file=sys.stderr)
         while (line := _read()) is not None:
             if line == "/exit":

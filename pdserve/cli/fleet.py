@@ -9,6 +9,7 @@ from pdserve.cli.phases import Phases
 from pdserve.cli.stopping import StopSignals
 from pdserve.cli.workers import describe, ray_of, start_workers, telling_logs, wait_workers
 from pdserve.config import ServeConfig
+from pdserve.config.tls import tls_source
 from pdserve.errors import ConfigError
 from pdserve.fleet.rundirs import run_directory
 from router.config import RouterConfig
@@ -21,6 +22,7 @@ def run(config: ServeConfig) -> int:
     if not config.routers:
         raise ConfigError("routers: name the routers the workers are to join")
     secret = RouterConfig(secret_file=config.secret_file).secret_bytes(os.environ).hex()
+    tls_source(config)  # before anything is started
     phases = Phases()
     print(f"pdserve fleet: {config.model}, {describe(config.wanted())} workers", flush=True)
     with StopSignals() as signals, contextlib.ExitStack() as stack:

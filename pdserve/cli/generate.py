@@ -11,20 +11,21 @@ from typing import Any
 
 from pdserve.cli.answers import answer, failure
 from pdserve.cli.bar import progress_bar
+from pdserve.cli.connection import Router
 from pdserve.cli.prompts import PromptLine, read_prompts
-from pdserve.client import AsyncClient, Client
+from pdserve.client import AsyncClient
 from pdserve.errors import InvalidRequest, PdserveError
 
 EXIT_OK, EXIT_ERROR = 0, 1
 
 
-def run_one(prompt: str | None, address: str, options: dict[str, Any], *, chat: bool, as_json: bool) -> int:
+def run_one(prompt: str | None, router: Router, options: dict[str, Any], *, chat: bool, as_json: bool) -> int:
     """Streams one answer to stdout, or prints it as one JSON object. Raises PdserveError."""
     if prompt is None:
         raise InvalidRequest.field("prompt", "give a text, or --prompts with a file.")
     text = sys.stdin.read() if prompt == "-" else prompt
     source: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
-    with Client(address) as client, client.generate(**source, **options) as stream:
+    with router.client() as client, client.generate(**source, **options) as stream:
         if as_json:
             print(json.dumps(answer(stream.result()), ensure_ascii=False))
             return EXIT_OK
@@ -34,24 +35,24 @@ def run_one(prompt: str | None, address: str, options: dict[str, Any], *, chat: 
     return EXIT_OK
 
 
-def run_many(file: Path, address: str, options: dict[str, Any], concurrency: int) -> int:
+def run_many(file: Path, router: Router, options: dict[str, Any], concurrency: int) -> int:
     """Answers a file's requests in order, one JSON object a line. 1 if any failed. Raises PdserveError."""
     lines = read_prompts(file)
     with progress_bar(len(lines)) as advance:
-        failed = asyncio.run(_answer_all(lines, address, options, concurrency, advance))
+        failed = asyncio.run(_answer_all(lines, router, options, concurrency, advance))
     return EXIT_ERROR if failed else EXIT_OK
 
 
 async def _answer_all(
     lines: list[PromptLine],
-    address: str,
+    router: Router,
     options: dict[str, Any],
     concurrency: int,
     advance: Callable[[bool], None],
 ) -> int:
     """Runs `concurrency` at a time; prints each answer as soon as all before it are printed."""
     slots = asyncio.Semaphore(concurrency)
-    async with AsyncClient(address) as client:
+    async with router.async_client() as client:
 
         async def one(line: PromptLine) -> dict[str, Any]:
             async with slots:

@@ -8,13 +8,17 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from pdserve.cli.options import ConfigFile, settings_of
 from pdserve.config import Resolved, ServeConfig
 from pdserve.errors import ConfigError, InvalidRequest, PdserveError
+
+if TYPE_CHECKING:
+    from pdserve.cli.connection import Router
+    from pdserve.client import TlsOptions
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -29,6 +33,21 @@ config_app = typer.Typer(help="Settings and where they come from.", no_args_is_h
 app.add_typer(config_app, name="config")
 
 Address = Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="Address of the router.")]
+TlsCa = Annotated[
+    str, typer.Option(metavar="FILE", envvar="PDSERVE_TLS_CA", help="Authorities to trust (PEM): use TLS.")
+]
+TlsCert = Annotated[
+    str, typer.Option(metavar="FILE", envvar="PDSERVE_TLS_CERT", help="Our certificate (PEM).")
+]
+TlsKey = Annotated[str, typer.Option(metavar="FILE", envvar="PDSERVE_TLS_KEY", help="Its private key (PEM).")]
+TlsName = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        envvar="PDSERVE_TLS_SERVER_NAME",
+        help="Name in the router's certificate, if not its host.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -94,6 +113,10 @@ def generate(
         Path | None, typer.Option(metavar="FILE.jsonl", help="Many requests, one JSON object a line.")
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 8,
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_server_name: TlsName = "",
 ) -> None:
     """Generate text: one prompt, streamed, or a file of them."""
     from pdserve.cli import generate as command
@@ -104,11 +127,12 @@ def generate(
         "no_prefix_cache": no_prefix_cache or None, "deadline_s": deadline_s,
     }  # fmt: skip
     options = {name: value for name, value in given.items() if value is not None}
+    router = _router_at(address, tls_ca, tls_cert, tls_key, tls_server_name)
     if prompts is not None:
         if prompt is not None:
             raise ConfigError("prompts: give a prompt or a file of them, not both")
-        raise typer.Exit(command.run_many(prompts, address, options, concurrency))
-    raise typer.Exit(command.run_one(prompt, address, options, chat=chat, as_json=as_json))
+        raise typer.Exit(command.run_many(prompts, router, options, concurrency))
+    raise typer.Exit(command.run_one(prompt, router, options, chat=chat, as_json=as_json))
 
 
 @app.command()
@@ -118,19 +142,45 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="Tokens of one answer at most.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
     seed: Annotated[int | None, typer.Option(help="Seed of the random choices.")] = None,
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_server_name: TlsName = "",
 ) -> None:
     """Talk with the model. Ctrl-C stops an answer, /reset forgets, /exit or Ctrl-D ends."""
     from pdserve.cli.chat import run
 
-    raise typer.Exit(run(address, system, max_tokens, temperature, seed))
+    router = _router_at(address, tls_ca, tls_cert, tls_key, tls_server_name)
+    raise typer.Exit(run(router, system, max_tokens, temperature, seed))
 
 
 @app.command()
-def status(address: Address = "127.0.0.1:50051", as_json: AsJson = False) -> None:
+def status(
+    address: Address = "127.0.0.1:50051",
+    as_json: AsJson = False,
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_server_name: TlsName = "",
+) -> None:
     """Show workers, roles, incarnations, load and page pools, as the router sees them."""
     from pdserve.cli.status import run
 
-    run(address, as_json)
+    run(_router_at(address, tls_ca, tls_cert, tls_key, tls_server_name), as_json)
+
+
+@app.command()
+def certs(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go; made if need be.")],
+    hosts: Annotated[
+        str, typer.Option(help="Names and addresses of the nodes, with commas between.")
+    ] = "localhost,127.0.0.1",
+    days: Annotated[int, typer.Option(min=1, max=3650, help="How long the certificates are valid.")] = 365,
+) -> None:
+    """Make a small certificate authority for a fleet, or use the one in DIR, and issue certificates."""
+    from pdserve.cli.certs import run
+
+    run(directory, tuple(host.strip() for host in hosts.split(",") if host.strip()), days)
 
 
 @app.command()
@@ -139,6 +189,13 @@ def version() -> None:
     from pdserve.cli.version import run
 
     run()
+
+
+def _router_at(address: str, ca: str, cert: str, key: str, name: str) -> Router:
+    from pdserve.cli.connection import Router
+
+    tls = {"tls_ca": ca, "tls_cert": cert, "tls_key": key, "tls_server_name": name}
+    return Router(address=address, tls=cast("TlsOptions", tls))
 
 
 def _add_router() -> None:

@@ -88,6 +88,10 @@ def router_arguments(config: ServeConfig, file: Path | None) -> list[str]:
         "lease-s": config.lease_s,
         "drain-timeout-s": config.drain_timeout_s,
         "parent": os.getpid(),
+        "tls-ca": config.tls_ca,
+        "tls-cert": config.tls_cert,
+        "tls-key": config.tls_key,
+        "tls-server-name": config.tls_server_name,
     }
     flags = [text for name, value in shared.items() for text in (f"--{name}", str(value))]
     flags.append("--insecure" if config.insecure else "--no-insecure")

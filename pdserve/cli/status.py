@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from pdserve.client import Client, FleetStatus, WorkerStatus
+from pdserve.cli.connection import Router
+from pdserve.client import FleetStatus, WorkerStatus
 
 COLUMNS = (
     "worker", "role", "incarnation", "pid", "state", "running", "waiting", "outstanding", "pages",
@@ -13,9 +14,9 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def run(address: str, as_json: bool) -> None:
+def run(router: Router, as_json: bool) -> None:
     """Asks the router and prints. Raises PdserveError."""
-    with Client(address) as client:
+    with router.client() as client:
         status = client.get_status()
     if as_json:
         print(json.dumps(dataclasses.asdict(status), indent=2))

@@ -7,6 +7,7 @@ import secrets
 import time
 from pathlib import Path
 
+from pdserve.cli.connection import Router
 from pdserve.cli.phases import Phases, warn
 from pdserve.cli.router_child import RouterChild, router_arguments
 from pdserve.cli.stopping import StopSignals
@@ -14,6 +15,7 @@ from pdserve.cli.workers import describe, ray_of, start_workers, telling_logs, w
 from pdserve.client import Client
 from pdserve.config import ServeConfig
 from pdserve.config.serve import advertised
+from pdserve.config.tls import tls_source
 from pdserve.errors import Unavailable
 from pdserve.fleet.handle import FleetHandle
 from pdserve.fleet.rundirs import run_directory
@@ -28,6 +30,7 @@ def run(config: ServeConfig, file: Path | None) -> int:
     print(f"pdserve: {config.model} in {config.dtype}, {describe(config.wanted())} workers", flush=True)
     if config.insecure:
         warn("insecure: listeners beyond loopback have neither TLS nor a login")
+    tls_source(config)  # before anything is started
     secret = secrets.token_hex(32)
     with StopSignals() as signals, contextlib.ExitStack() as stack:
         try:
@@ -61,13 +64,18 @@ def _start(
     with telling_logs(logs):
         wait_workers(fleet, config, phases)
     with phases.phase("join", "waiting until the router has met every worker"):
-        _wait_met(router.address, sum(config.wanted().values()), config.start_timeout_s)
+        _wait_met(_dialled(router, config), sum(config.wanted().values()), config.start_timeout_s)
     return router, fleet
 
 
-def _wait_met(address: str, count: int, timeout_s: float) -> None:
+def _dialled(router: RouterChild, config: ServeConfig) -> Router:
+    """How we call it ourselves: a certificate names an address, not "all of them"."""
+    return Router.of(advertised(router.address), config)
+
+
+def _wait_met(router: Router, count: int, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    with Client(address) as client:
+    with router.client() as client:
         while not _serves(client, count):
             if time.monotonic() > deadline:
                 raise Unavailable("the workers serve, but the router has not met them all")
@@ -85,6 +93,7 @@ def _serves(client: Client, count: int) -> bool:
 
 def _ready(router: RouterChild, config: ServeConfig, phases: Phases) -> None:
     flag = "" if config.port == 50051 else f" --address {router.address}"
+    flag += " --tls-ca … --tls-cert … --tls-key …" if config.tls_ca else ""
     metrics = (
         f"metrics on http://{config.host}:{router.metrics_port}/metrics; " if router.metrics_port else ""
     )

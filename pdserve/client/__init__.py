@@ -17,6 +17,7 @@ from pdserve.api import (
 )
 from pdserve.client.aio import AsyncClient, AsyncStream
 from pdserve.client.blocking import Client, Stream
+from pdserve.client.connect import TlsOptions
 from pdserve.client.request import GenerateOptions
 from pdserve.client.result import Result
 from pdserve.messages import Outcome
@@ -37,6 +38,7 @@ __all__ = [
     "Result",
     "Stream",
     "Timings",
+    "TlsOptions",
     "Usage",
     "WorkerStatus",
 ]

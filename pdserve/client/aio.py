@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pdserve.api import Chunk, FleetStatus, ModelInfo
+from pdserve.client.connect import TlsOptions, connections
 from pdserve.client.request import (
     CONTROL_TIMEOUT_S,
     DEFAULT_ADDRESS,
@@ -32,13 +33,19 @@ class AsyncClient:
     Every call has a deadline. All methods raise the errors of pdserve.errors and no others.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
-        """address: host:port of the router. Must be called in a running event loop."""
-        from pdserve.rpc.channel import open_channel
-        from pdserve.rpc.v1.inference_pb2_grpc import InferenceServiceStub
+    def __init__(self, address: str = DEFAULT_ADDRESS, **tls: Unpack[TlsOptions]) -> None:
+        """address: host:port of the router. tls: see TlsOptions. Must be called in a running event loop.
 
-        self._channel = open_channel(address)
-        self._stub = InferenceServiceStub(self._channel)
+        Raises ConfigError for certificates that can not be used.
+        """
+        from pdserve.rpc.channel import open_channel
+        from pdserve.rpc.credentials import close_soon
+
+        self._connections = connections(tls, lambda source: open_channel(address, tls=source), close_soon)
+
+    @property
+    def _stub(self) -> Any:
+        return self._connections.current().stub
 
     def generate(
         self,
@@ -80,7 +87,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends all calls."""
-        await self._channel.close(None)
+        for connection in self._connections.all():
+            await connection.channel.close(None)
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pdserve.api import Chunk, FleetStatus, ModelInfo
+from pdserve.client.connect import TlsOptions, connections
 from pdserve.client.request import (
     CONTROL_TIMEOUT_S,
     DEFAULT_ADDRESS,
@@ -31,13 +33,22 @@ class Client:
     Every call has a deadline. All methods raise the errors of pdserve.errors and no others.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
-        """address: host:port of the router."""
+    def __init__(self, address: str = DEFAULT_ADDRESS, **tls: Unpack[TlsOptions]) -> None:
+        """address: host:port of the router. tls: see TlsOptions. Raises ConfigError for certificates that
+        can not be used."""
         from pdserve.rpc.channel import open_blocking_channel
-        from pdserve.rpc.v1.inference_pb2_grpc import InferenceServiceStub
 
-        self._channel = open_blocking_channel(address)
-        self._stub = InferenceServiceStub(self._channel)
+        self._lock = threading.Lock()
+        self._connections = connections(
+            tls,
+            lambda source: open_blocking_channel(address, tls=source),
+            lambda channel: channel.close(),
+        )
+
+    @property
+    def _stub(self) -> Any:
+        with self._lock:
+            return self._connections.current().stub
 
     def generate(
         self,
@@ -81,7 +92,9 @@ class Client:
 
     def close(self) -> None:
         """Ends all calls."""
-        self._channel.close()
+        with self._lock:
+            for connection in self._connections.all():
+                connection.channel.close()
 
     def __enter__(self) -> Client:
         return self

@@ -9,6 +9,7 @@ import socket
 from dataclasses import dataclass
 
 from pdserve.config.fields import setting
+from pdserve.config.tls import tls_files
 from pdserve.config.worker import DTYPES, KV_MIXING, TRANSPORTS, WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.types import Role
@@ -74,13 +75,22 @@ class ServeConfig:
         minimum=0,
         maximum=19,
     )
-    host: str = setting("127.0.0.1", help="Address of the router; others than loopback need insecure.")
+    host: str = setting("127.0.0.1", help="Address of the router; others than loopback need TLS or insecure.")
     port: int = setting(50051, help="gRPC port of the router; 0: any free one.", minimum=0, maximum=65535)
     metrics_port: int = setting(
         9464, help="Port of the router's Prometheus metrics; 0: any free one.", minimum=0, maximum=65535
     )
     insecure: bool = setting(
         False, help="Allow listeners beyond loopback without TLS. Anyone who reaches them may use them."
+    )
+    tls_ca: str = setting(
+        "", help="PEM file of the authorities whose certificates we accept; with it all connections use TLS."
+    )
+    tls_cert: str = setting("", help="PEM file of our certificate, with its chain, for serving and dialling.")
+    tls_key: str = setting("", help="PEM file of its private key; readable by its user alone.")
+    tls_server_name: str = setting(
+        "",
+        help="Name that the certificates of peers must have, in place of the host dialled; empty: the host.",
     )
     ray_address: str = setting("", help="host:port of a Ray cluster to join; empty: start a local one.")
     routers: tuple[str, ...] = setting(
@@ -120,14 +130,15 @@ class ServeConfig:
 
     def check(self) -> None:
         """Raises ConfigError naming the first field that does not go with the others."""
+        tls_files(self)
         if bool(self.prefill) != bool(self.decode):
             raise ConfigError("prefill: prefill and decode workers need each other; give both or neither")
         if not (self.prefill or self.aggregated):
             raise ConfigError("aggregated: no workers at all; give prefill and decode, or aggregated")
-        if not self.insecure and not is_loopback(self.host):
+        if not (self.insecure or self.tls_ca or is_loopback(self.host)):
             raise ConfigError(
-                "host: an address beyond loopback needs TLS, which is not supported yet; "
-                "use 127.0.0.1, or --insecure if everyone who can reach it may use it"
+                "host: an address beyond loopback needs TLS: give --tls-ca, --tls-cert and --tls-key, "
+                "or --insecure if everyone who can reach it may use it"
             )
 
     def wanted(self) -> dict[Role, int]:
@@ -158,7 +169,11 @@ class ServeConfig:
             prefix_caching=self.prefix_caching,
             transports=transports,
             kv_mixing=self.kv_mixing,
-            host=NODE_HOST if self.ray_address and self.insecure else "127.0.0.1",
+            host=NODE_HOST if self.ray_address and (self.insecure or self.tls_ca) else "127.0.0.1",
+            tls_ca=self.tls_ca,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+            tls_server_name=self.tls_server_name,
             routers=routers,
             run_dir=run_dir,
             threads=self.threads or 1,

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from pdserve.config.codec import from_json, to_json
 from pdserve.config.fields import setting
+from pdserve.config.tls import tls_files, tls_source
 from pdserve.errors import ConfigError
+from pdserve.tls import TlsSource
 from pdserve.types import Role
 
 DTYPES = ("float32", "bfloat16")
@@ -52,6 +54,15 @@ class WorkerConfig:
         "strict", help="Whether pages computed by other numerics may be used.", choices=KV_MIXING
     )
     host: str = setting("127.0.0.1", help="Address all listeners of the worker bind to.")
+    tls_ca: str = setting(
+        "", help="PEM file of the authorities whose certificates we accept; with it all connections use TLS."
+    )
+    tls_cert: str = setting("", help="PEM file of our certificate, with its chain, for serving and dialling.")
+    tls_key: str = setting("", help="PEM file of its private key; readable by its user alone.")
+    tls_server_name: str = setting(
+        "",
+        help="Name that the certificates of peers must have, in place of the host dialled; empty: the host.",
+    )
     routers: tuple[str, ...] = setting((), help="host:port of each router's internal listener.")
     run_dir: str = setting("", help="Private directory for Unix sockets; empty: a new temporary one.")
     threads: int = setting(1, help="Compute threads (OMP_NUM_THREADS).", unit="threads", minimum=1)
@@ -67,6 +78,7 @@ class WorkerConfig:
     lease_s: float = setting(10.0, help="Lease of protocol.md.", unit="seconds", minimum=0.1)
 
     def __post_init__(self) -> None:
+        tls_files(self)
         if self.token_budget < self.prefill_chunk_tokens:
             raise ConfigError("token_budget: must be at least prefill_chunk_tokens")
         if not self.transports:
@@ -79,6 +91,10 @@ class WorkerConfig:
             return bytes.fromhex(self.fleet_secret)
         except ValueError:
             raise ConfigError("fleet_secret: must be hex digits") from None
+
+    def tls_source(self) -> TlsSource | None:
+        """The certificates; None without TLS. Raises ConfigError for files that can not be used."""
+        return tls_source(self)
 
     def to_json(self) -> str:
         """As one JSON object, the fleet secret included: for actor arguments only, never for logs."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
+
+if TYPE_CHECKING:
+    from pdserve.tls import TlsSource
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_METADATA_BYTES = 8 << 10
@@ -30,12 +34,37 @@ def channel_options(*, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple
     ]
 
 
-def open_channel(address: str, *, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
-    """An asyncio channel to host:port. Dials at the first call; close it with `await channel.close()`."""
-    options: Sequence[tuple[str, int]] = channel_options(max_receive_bytes=max_receive_bytes)
-    return grpc.aio.insecure_channel(address, options=options)
+def open_channel(
+    address: str, *, max_receive_bytes: int = MAX_MESSAGE_BYTES, tls: TlsSource | None = None
+) -> grpc.aio.Channel:
+    """An asyncio channel to host:port. Dials at the first call; close it with `await channel.close()`.
+
+    tls: our certificate as it is now; a channel keeps it, so make a new one where a stream is opened anew.
+    """
+    options: Sequence[tuple[str, int | str]] = _options(address, max_receive_bytes, tls)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    from pdserve.rpc.credentials import channel_credentials
+
+    return grpc.aio.secure_channel(address, channel_credentials(tls), options=options)
 
 
-def open_blocking_channel(address: str, *, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> grpc.Channel:
-    """A blocking channel to host:port, for the blocking client."""
-    return grpc.insecure_channel(address, options=channel_options(max_receive_bytes=max_receive_bytes))
+def open_blocking_channel(
+    address: str, *, max_receive_bytes: int = MAX_MESSAGE_BYTES, tls: TlsSource | None = None
+) -> grpc.Channel:
+    """A blocking channel to host:port, for the blocking client. tls: see `open_channel`."""
+    options = _options(address, max_receive_bytes, tls)
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    from pdserve.rpc.credentials import channel_credentials
+
+    return grpc.secure_channel(address, channel_credentials(tls), options=options)
+
+
+def _options(address: str, max_receive_bytes: int, tls: TlsSource | None) -> list[tuple[str, int | str]]:
+    options: list[tuple[str, int | str]] = [*channel_options(max_receive_bytes=max_receive_bytes)]
+    if tls is not None:
+        host = address.rpartition(":")[0]
+        if tls.name_of(host) != host.strip("[]"):
+            options.append(("grpc.ssl_target_name_override", tls.name_of(host)))
+    return options

@@ -2,7 +2,7 @@
 
 What lives here: the token, the server's guard, and stubs that send it. What does not: authority over single
 requests (tickets, `kvtransfer.ticket`) and clients' keys. The token proves possession of the secret to a peer
-on the same host; between hosts it needs the encryption that `--insecure` does without.
+on the same host; between hosts it needs mutual TLS (docs/tls.md), which `--insecure` does without.
 """
 
 from __future__ import annotations

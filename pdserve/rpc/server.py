@@ -9,7 +9,7 @@ import ipaddress
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -19,6 +19,9 @@ from pdserve.errors import ConfigError
 from pdserve.rpc.channel import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
 from pdserve.rpc.intercept import ErrorInterceptor
 
+if TYPE_CHECKING:
+    from pdserve.tls import TlsSource
+
 log = logging.getLogger(__name__)
 
 
@@ -26,13 +29,15 @@ log = logging.getLogger(__name__)
 class ServerOptions:
     """Where and how a gRPC server listens.
 
-    host: loopback unless `insecure`. port: 0 lets the system choose. reflection: serve the descriptors.
+    host: loopback unless `tls` or `insecure`. port: 0 lets the system choose. reflection: serve the
+    descriptors. tls: our certificate; clients must show one of the same authority.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     insecure: bool = False
     reflection: bool = False
+    tls: TlsSource | None = None
     max_message_bytes: int = MAX_MESSAGE_BYTES
     max_metadata_bytes: int = MAX_METADATA_BYTES
 
@@ -47,14 +52,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_bind(host: str, *, insecure: bool) -> None:
-    """Raises ConfigError for an address others can reach, unless `insecure` was given explicitly."""
-    if is_loopback(host):
+def check_bind(host: str, *, insecure: bool, tls: bool = False) -> None:
+    """Raises ConfigError for an address others can reach, unless there is TLS or `insecure` was given."""
+    if tls or is_loopback(host):
         return
     if not insecure:
         raise ConfigError(
-            "Only loopback addresses can be listened on, because connections are not encrypted yet. "
-            "Use 127.0.0.1, or give --insecure explicitly on a network you trust."
+            "Beyond loopback connections must be encrypted: give --tls-ca, --tls-cert and --tls-key. "
+            "Or use 127.0.0.1, or give --insecure explicitly on a network you trust."
         )
     log.warning("listening on a non-loopback address without TLS (--insecure): anyone there can connect")
 
@@ -83,7 +88,7 @@ class RpcServer:
         self, options: ServerOptions, *, interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = ()
     ) -> None:
         """Raises ConfigError for an address that may not be listened on. Must be called in a running loop."""
-        check_bind(options.host, insecure=options.insecure)
+        check_bind(options.host, insecure=options.insecure, tls=options.tls is not None)
         self._options = options
         self.server = grpc.aio.server(
             interceptors=[ErrorInterceptor(), *interceptors], options=server_options(options)
@@ -114,8 +119,13 @@ class RpcServer:
     def _bind(self) -> int:
         host = self._options.host
         literal = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        address = f"{literal}:{self._options.port}"
         try:
-            return self.server.add_insecure_port(f"{literal}:{self._options.port}")
+            if self._options.tls is None:
+                return self.server.add_insecure_port(address)
+            from pdserve.rpc.credentials import server_credentials
+
+            return self.server.add_secure_port(address, server_credentials(self._options.tls))
         except RuntimeError as error:
             raise ConfigError(
                 f"Port {self._options.port} can not be listened on; is it in use? Choose another."

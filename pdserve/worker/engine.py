@@ -57,6 +57,9 @@ class Engine:
 def build_engine(config: WorkerConfig, run_dir: str, progress: Progress) -> Engine:
     """Loads the model, makes the pool and warms up. Compute thread. Raises ModelError or ConfigError."""
     sys.setswitchinterval(GIL_SWITCH_S)
+    tls = config.tls_source()
+    if tls is not None:
+        tls.check_serves(config.host)
     progress("loading the model")
     model = load_model(config.model, config.dtype)
     layout = page_layout(model.config, page_size=config.page_size, dtype=config.dtype)
@@ -82,6 +85,7 @@ def build_engine(config: WorkerConfig, run_dir: str, progress: Progress) -> Engi
         host=config.host,
         host_id=machine_id(),
         run_dir=run_dir,
+        tls=tls,
     )
     return Engine(config=config, model=model, limits=limits, runner=runner, parts=parts)
 

@@ -12,8 +12,10 @@ import grpc.aio
 from pdserve.rpc import convert
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.convert import Heartbeat, JoinEvent, Leave, Register
+from pdserve.rpc.credentials import Renewing, close_soon
 from pdserve.rpc.fleet_auth import authenticated
 from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc
+from pdserve.tls import TlsSource
 from pdserve.types import WorkerLoad, WorkerRecord
 
 log = logging.getLogger(__name__)
@@ -27,10 +29,15 @@ class Membership:
     """Keeps this worker registered with every router. Control thread only."""
 
     def __init__(
-        self, routers: tuple[str, ...], secret: bytes, record: WorkerRecord, load: Callable[[], WorkerLoad]
+        self,
+        routers: tuple[str, ...],
+        secret: bytes,
+        record: WorkerRecord,
+        load: Callable[[], WorkerLoad],
+        tls: TlsSource | None = None,
     ) -> None:
-        """secret: the fleet's."""
-        self._secret = secret
+        """secret: the fleet's. tls: our certificate."""
+        self._secret, self._tls = secret, tls
         self._routers = routers
         self._record = record
         self._load = load
@@ -54,11 +61,13 @@ class Membership:
 
     async def _keep(self, address: str) -> None:
         delay = FIRST_RETRY_S
-        channel = open_channel(address)
+        channels = Renewing(self._tls, lambda: open_channel(address, tls=self._tls), close_soon)
         try:
             while not self._leaving.is_set():
                 try:
-                    stub = authenticated(cluster_pb2_grpc.ClusterServiceStub(channel), self._secret)
+                    stub = authenticated(
+                        cluster_pb2_grpc.ClusterServiceStub(channels.current()), self._secret
+                    )
                     async for response in stub.Join(self._events()):
                         self._on_answer(address, convert.join_answer_from_pb(response))
                         delay = FIRST_RETRY_S
@@ -69,7 +78,7 @@ class Membership:
                     await asyncio.wait_for(self._leaving.wait(), delay)
                 delay = min(LAST_RETRY_S, 2 * delay)
         finally:
-            await channel.close(None)
+            await asyncio.gather(*(channel.close(None) for channel in channels.all()))
 
     def _on_answer(self, address: str, answer: convert.JoinAnswer) -> None:
         if answer.accepted:

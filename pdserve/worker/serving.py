@@ -48,7 +48,10 @@ class Serving:
         self._core = WorkerCore(parts.pages, parts.scheduler, [r.role for r in self._roles])
         self._driver.core = self._core
         options = ServerOptions(
-            host=parts.host, insecure=not is_loopback(parts.host), max_message_bytes=MAX_MESSAGE_BYTES
+            host=parts.host,
+            insecure=parts.tls is None and not is_loopback(parts.host),  # the fleet has checked it
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            tls=parts.tls,
         )
         self._server = RpcServer(options, interceptors=[FleetGuard(parts.context.secret)])
         self._membership: Membership | None = None
@@ -67,7 +70,7 @@ class Serving:
             endpoints |= await role.start(self._server.address)
         self.record = self._record(self._server.address, endpoints)
         self._membership = Membership(
-            self._engine.config.routers, parts.context.secret, self.record, self.load
+            self._engine.config.routers, parts.context.secret, self.record, self.load, parts.tls
         )
         self._membership.start()
 

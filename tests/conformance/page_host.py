@@ -6,15 +6,20 @@ line protocol on stdin and stdout by which a test steers a source process. No te
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import secrets
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +27,14 @@ import numpy as np
 
 from kvtransfer.digest import page_digest
 from kvtransfer.ticket import Side, TicketFacts, mint, verify
-from kvtransfer.transport import PageServer, PoolFacts, ReaderConfig, ServerConfig, transport
+from kvtransfer.transport import PageServer, PoolFacts, ReaderConfig, ServerConfig, Transport, transport
 from pdserve.errors import PermissionRefused
 from pdserve.kvcache.layout import PageLayout
 from pdserve.kvcache.pool import KVPool
 from pdserve.types import HandoverMode, Key
+from tests.support.certs import Certs
 
+CERTS_VARIABLE = "PDSERVE_TEST_TLS_DIR"
 ROOT = Path(__file__).parents[2]
 SECRET = b"the secret of the transport suite"
 INCARNATION = 4711
@@ -145,13 +152,35 @@ class Host:
     @contextmanager
     def serving(self, name: str, directory: Path, **config: Any) -> Iterator[PageServer]:
         """A started server of that transport, closed at the end."""
-        server = transport(name).server(self, ServerConfig(directory=str(directory), **config))
+        server = way(name).server(self, ServerConfig(directory=str(directory), **config))
         server.start()
         try:
             yield server
         finally:
             server.close()
         assert self.pins == {}
+
+
+def way(name: str) -> Transport:
+    """The transport of that name; "tcp+tls" is tcp with the suite's certificates at both ends."""
+    plain, _, secure = name.partition("+")
+    found = transport(plain)
+    if not secure:
+        return found
+    tls = suite_certs().source()
+    return Transport(
+        server=lambda source, config: found.server(source, replace(config, tls=tls)),
+        reader=lambda config: found.reader(replace(config, tls=tls)),
+    )
+
+
+@lru_cache
+def suite_certs() -> Certs:
+    """One set for this process and the source processes it starts."""
+    if CERTS_VARIABLE not in os.environ:
+        os.environ[CERTS_VARIABLE] = tempfile.mkdtemp(prefix="pdserve-test-certs-")
+        atexit.register(shutil.rmtree, os.environ[CERTS_VARIABLE], ignore_errors=True)
+    return Certs(Path(os.environ[CERTS_VARIABLE]))
 
 
 def reader_config(**values: Any) -> ReaderConfig:

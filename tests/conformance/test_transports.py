@@ -21,11 +21,13 @@ from tests.conformance.page_host import (
     SourceProcess,
     content,
     digest,
+    suite_certs,
     ticket,
+    way,
 )
 from tests.conformance.transport_kit import Destination, other_key
 
-TRANSPORTS = ["shm", "tcp"]
+TRANSPORTS = ["shm", "tcp", "tcp+tls"]
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -48,7 +50,7 @@ def server(host: Host, name: str, tmp_path: Path) -> Iterator[PageServer]:
 
 @pytest.fixture
 def reader(host: Host, name: str, server: PageServer) -> Iterator[PageReader]:
-    with closing(transport(name).reader(host.reader_config(server))) as reader:
+    with closing(way(name).reader(host.reader_config(server))) as reader:
         yield reader
 
 
@@ -61,6 +63,7 @@ def destination(host: Host) -> Destination:
 def process(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SourceProcess]:
+    suite_certs()
     process = SourceProcess(request.param, tmp_path_factory.mktemp("source") / "s")
     process.name = request.param
     yield process
@@ -69,7 +72,7 @@ def process(
 
 @pytest.fixture
 def far(process: SourceProcess) -> Iterator[PageReader]:
-    with closing(transport(process.name).reader(process.reader_config())) as reader:
+    with closing(way(process.name).reader(process.reader_config())) as reader:
         yield reader
 
 
@@ -119,7 +122,7 @@ def test_one_wrong_byte_is_a_mismatch(process: SourceProcess, far: PageReader, a
 def test_a_source_that_is_killed_ends_every_read(name: str, tmp_path: Path) -> None:
     process = SourceProcess(name, tmp_path / "s")
     destination = Destination(process.pool_id)
-    with closing(transport(name).reader(process.reader_config())) as reader:
+    with closing(way(name).reader(process.reader_config())) as reader:
         assert destination.one(reader, 0).status is ReadStatus.GOOD
         for slot in range(1, 40):
             destination.read(reader, slot)
@@ -210,7 +213,7 @@ def test_a_source_that_is_another_one_is_not_read(
     host: Host, name: str, server: PageServer, change: dict[str, object], detail: str
 ) -> None:
     destination = Destination(int(change.get("pool_id", host.pool.pool_id)))
-    with closing(transport(name).reader(host.reader_config(server, **change))) as reader:
+    with closing(way(name).reader(host.reader_config(server, **change))) as reader:
         done = destination.one(reader, 0)
     assert (done.status, done.detail) == (ReadStatus.FAILED, detail)
     assert destination.untouched(0)
@@ -251,7 +254,7 @@ def test_every_read_ends_once_however_it_is_cancelled(
 
 
 def test_close_ends_every_read(host: Host, name: str, server: PageServer, destination: Destination) -> None:
-    reader = transport(name).reader(host.reader_config(server))
+    reader = way(name).reader(host.reader_config(server))
     for slot in range(NUM_PAGES):
         destination.read(reader, slot)
     reader.close()
@@ -297,7 +300,7 @@ def test_a_callback_that_raises_stops_nobody(
 def test_close_is_allowed_inside_a_callback(
     host: Host, name: str, server: PageServer, destination: Destination
 ) -> None:
-    reader = transport(name).reader(host.reader_config(server))
+    reader = way(name).reader(host.reader_config(server))
     reader.read(destination.request(0), lambda done: (reader.close(), destination.note(done)))
     destination.read(reader, 1)
     assert destination.wait(2)[1].detail in {"closed", ""}
@@ -307,7 +310,7 @@ def test_a_closed_server_leaves_no_thread_and_no_descriptor(host: Host, name: st
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     destination = Destination(host.pool.pool_id)
     with host.serving(name, tmp_path / "s") as server:
-        readers = [transport(name).reader(host.reader_config(server)) for _ in range(3)]
+        readers = [way(name).reader(host.reader_config(server)) for _ in range(3)]
         for slot, reader in enumerate(readers):
             assert destination.one(reader, slot).status is ReadStatus.GOOD
     for slot, reader in enumerate(readers):
@@ -322,7 +325,7 @@ def test_a_closed_server_leaves_no_thread_and_no_descriptor(host: Host, name: st
 
 def test_readers_do_not_mix(host: Host, name: str, server: PageServer) -> None:
     destinations = [Destination(host.pool.pool_id) for _ in range(4)]
-    readers = [transport(name).reader(host.reader_config(server)) for _ in destinations]
+    readers = [way(name).reader(host.reader_config(server)) for _ in destinations]
     for slot in range(NUM_PAGES):
         for reader, destination in zip(readers, destinations, strict=True):
             destination.read(reader, slot)
@@ -338,9 +341,9 @@ def test_readers_do_not_mix(host: Host, name: str, server: PageServer) -> None:
 def test_more_connections_than_allowed_are_closed(host: Host, name: str, tmp_path: Path) -> None:
     destination = Destination(host.pool.pool_id)
     with host.serving(name, tmp_path / "s", max_connections=1) as server:
-        with closing(transport(name).reader(host.reader_config(server))) as first:
+        with closing(way(name).reader(host.reader_config(server))) as first:
             assert destination.one(first, 0).status is ReadStatus.GOOD
-            with closing(transport(name).reader(host.reader_config(server))) as second:
+            with closing(way(name).reader(host.reader_config(server))) as second:
                 assert destination.one(second, 1).detail == "peer lost"
             assert destination.one(first, 2).status is ReadStatus.GOOD
         assert server.counters()["over_limit"] == 1
@@ -350,7 +353,7 @@ def test_more_connections_than_allowed_are_closed(host: Host, name: str, tmp_pat
 
 
 def test_the_registry_knows_its_transports_and_says_so() -> None:
-    assert set(TRANSPORTS) <= set(names())
+    assert {name.partition("+")[0] for name in TRANSPORTS} <= set(names())
     with pytest.raises(ConfigError, match="choose one of shm, tcp"):
         transport("pigeon")
     with pytest.raises(ValueError, match="already"):
