@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from kvtransfer.hello import Refused
-from kvtransfer.listener import Signal, Stalled
+from kvtransfer.listener import Signal, Stalled, wait_for
 from kvtransfer.reads import Counters, Pending, ReadTable
 from kvtransfer.stream import PeerClosed
 from kvtransfer.tcp.visit import Visit
@@ -115,5 +115,5 @@ class TcpPageReader:
     def _go_on(self, sock: socket.socket, mask: int, deadline: float) -> bool:
         self._wake.clear()
         if not self._reads.closed:
-            wait_for({sock: mask}, self._wake, deadline)
+            wait_for(sock, mask, self._wake, deadline)
         return not self._reads.closed

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtransfer.hello import judge
-from kvtransfer.listener import Listener, Signal, Stalled, Waiter
+from kvtransfer.listener import Listener, Signal, Stalled, Waiter, wait_for
 from kvtransfer.reads import Counters
 from kvtransfer.stream import FrameReceiver, FrameSender
 from kvtransfer.transport import PageSource, ServerConfig
@@ -87,7 +87,7 @@ class TcpPageServer:
         return secure_accepted(sock, self._config.tls, lambda end, mask: self._go_on(end, mask, deadline))
 
     def _go_on(self, sock: socket.socket, mask: int, deadline: float) -> bool:
-        wait_for({sock: mask}, self._stop, deadline)
+        wait_for(sock, mask, self._stop, deadline)
         return not self._stop.is_set()
 
     def _serve(self, sock: socket.socket) -> None:

@@ -37,21 +37,35 @@ class SecureSocket(ssl.SSLSocket):
         except ssl.SSLError as error:
             raise _meaning(error) from None
 
+    def recvmsg_into(self, buffers: Iterable[Any], *unused: Any) -> tuple[int, list[Any], int, None]:  # type: ignore[override]
+        """Fills the first buffer alone: a record is decrypted into one place. Raises as `recv_into`."""
+        return self.recv_into(next(iter(buffers))), [], 0, None
+
     def sendmsg(self, buffers: Iterable[Any], *unused: Any) -> int:  # type: ignore[override]
-        """Sends what goes into one record; a short head travels with what follows it.
+        """Sends what goes into one record; short parts at the front travel together.
 
         After BlockingIOError the next call must bring the same bytes. Raises what `recv_into` does.
         """
-        parts = list(buffers)
-        first = parts[0]
-        if len(first) < RECORD_BYTES and len(parts) > 1:
-            first = b"".join([first, memoryview(parts[1])[: RECORD_BYTES - len(first)]])
         try:
-            return super().send(first)
+            return super().send(_record(buffers))
         except _WANT:
             raise BlockingIOError from None
         except ssl.SSLError as error:
             raise _meaning(error) from None
+
+
+def _record(buffers: Iterable[Any]) -> Any:
+    """The first buffer as it is if it fills a record, else the beginning of all, joined."""
+    parts: list[memoryview] = []
+    room = RECORD_BYTES
+    for part in buffers:
+        if not parts and len(part) >= RECORD_BYTES:
+            return part
+        parts.append(memoryview(part)[:room])
+        room -= len(parts[-1])
+        if not room:
+            break
+    return b"".join(parts)
 
 
 Wait = Callable[[socket.socket, int], bool]
