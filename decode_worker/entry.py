@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from decode_worker.reserve import Reservation
 from kvtransfer.session.decode import DecodeSession
 from kvtransfer.session.decode_events import DEnd, DEvent
 from kvtransfer.session.guard import RoleContext
+from kvtransfer.stamps import ComputeLog, PageLog
 from pdserve.messages import Ended, Finish, Reserve
-from pdserve.types import Ledger, TransferStats, Usage
+from pdserve.sched.plan import SeqStep
+from pdserve.types import Ledger, Phase, Span, TransferStats, Usage
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,12 +34,29 @@ class Entry:
     announced_at: float = 0.0
     running_at: float = 0.0
     missed: int = 0
+    compute: ComputeLog = field(default_factory=ComputeLog)
+    pages: PageLog = field(default_factory=PageLog)
+    finish_at: float | None = None
+    emitted_at: float | None = None
+    first_step: tuple[float, float] | None = None
     todo: list[DEvent] = field(default_factory=list)
 
     def is_peer(self, peer: str, incarnation: int) -> bool:
         """Whether this is the prefill worker that the key is pulled from."""
         ref = self.call.prefill
         return ref is not None and ref.worker_id == peer and ref.incarnation == incarnation
+
+    def finished(self, finish: Finish, now: float) -> None:
+        """Finish arrived, perhaps again."""
+        self.finish = finish
+        self.finish_at = now if self.finish_at is None else self.finish_at
+
+    def stepped(self, step: SeqStep, began: float, ended: float) -> None:
+        """Our engine computed for this request: a chunk of its prompt, or the step after the first token."""
+        if self.emitted_at is None:
+            self.compute.chunk(began, ended, len(step.token_ids))
+        elif self.first_step is None:
+            self.first_step = (began, ended)
 
     def ended(self, end: DEnd, ctx: RoleContext, page_bytes: int, now: float) -> Ended:
         """The terminal status for the router."""
@@ -76,4 +95,46 @@ class Entry:
             transfer_s=max(0.0, self.running_at - started) if self.running_at else 0.0,
             decode_s=now - self.running_at if self.running_at else 0.0,
             num_retractions=self.num_retractions + base.num_retractions, transfer=moved,
+            spans=tuple(self._spans(ctx.worker_id, base, now)),
         )  # fmt: skip
+
+    def _spans(self, clock: str, base: Ledger, now: float) -> list[Span]:
+        """Everybody's stretches so far, by the clocks of those who stamped them."""
+        source = self.call.prefill.worker_id if self.call.prefill is not None else ""
+        local = self.local_start is not None
+        out = [_span(Phase.DISPATCH, clock, self.accepted_at, self.accepted_at)]
+        out += [replace(s, on_path=s.on_path and not local) for s in base.spans]
+        out += self.pages.spans(clock, source) + self.compute.spans(clock, now)
+        if not local:
+            out += self._tail(clock, source, base)
+        done_at = self.compute.ended_at if local else self._handed_over_at
+        if self.emitted_at is not None and done_at is not None:
+            out.append(_span(Phase.ADMIT, clock, done_at, self.emitted_at, on_path=True))
+        if self.first_step is not None:
+            out.append(_span(Phase.FIRST_STEP, clock, *self.first_step))
+        return out
+
+    @property
+    def _handed_over_at(self) -> float | None:
+        """When the last page was verified and Finish was there, whichever came later."""
+        verified = self.pages.verified_at
+        return self.finish_at if verified is None else max(verified, self.finish_at or verified)
+
+    def _tail(self, clock: str, source: str, base: Ledger) -> list[Span]:
+        """The way of what came last: the last page's, or that of Finish when it came after it."""
+        verified = self.pages.verified_at
+        if self.finish_at is None or (verified is not None and verified >= self.finish_at):
+            return self.pages.path(clock, source)
+        ends = [s.end_s for s in base.spans if s.phase is Phase.COMPUTE]
+        if not ends:
+            return []
+        return [_span(Phase.ANNOUNCE, clock, max(ends), self.finish_at, begin_clock=source, on_path=True)]
+
+
+def _span(
+    phase: Phase, clock: str, begin: float, end: float, *, begin_clock: str = "", on_path: bool = False
+) -> Span:
+    return Span(
+        phase=phase, begin_s=begin, end_s=end, begin_clock=begin_clock or clock, end_clock=clock,
+        on_path=on_path,
+    )  # fmt: skip

@@ -7,6 +7,8 @@ sockets, tensors and threads.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from decode_worker.entry import Entry
 from decode_worker.pulls import Pulls
 from decode_worker.reserve import Reservation, reserve
@@ -39,6 +41,7 @@ from pdserve.sched.plan import (
     SeqFinished,
     SeqKind,
     SeqSpec,
+    SeqStep,
     SeqStopped,
     Started,
     TokenSampled,
@@ -160,14 +163,18 @@ class DecodeRole:
         if not entry.is_peer(peer, incarnation):
             return []
         if isinstance(message, Finish):
-            entry.finish = message
+            entry.finished(message, now)
         return self._run(entry, message, now)
 
     def read_done(
-        self, read_id: int, status: ReadStatus, digest: bytes, path: str, now: float
-    ) -> list[Effect]:
-        """The transport `path` reports the end of a read: nothing touches the page any more."""
-        entry, event = self._pulls.done(read_id, status, digest, path)
+        self, read_id: int, status: ReadStatus, digest: bytes, path: str, now: float,
+        stamps: tuple[float, float] | None = None,
+    ) -> list[Effect]:  # fmt: skip
+        """The transport `path` reports the end of a read: nothing touches the page any more.
+
+        stamps: when the bytes were in place and when they were verified, if the transport knows; else now.
+        """
+        entry, event = self._pulls.done(read_id, status, digest, path, stamps or (now, now))
         return [Count(name=f"reads_{status}"), *self._run(entry, event, now)]
 
     def seq_event(self, event: SeqEvent, now: float) -> list[Effect]:
@@ -195,6 +202,20 @@ class DecodeRole:
                 return self._run(entry, table.ComputeQuiet(), now)
             case _:
                 return []
+
+    def stepped(self, step: SeqStep, began: float, ended: float) -> None:
+        """A step computed for one of our sequences."""
+        entry = self._by_seq.get(step.seq_id)
+        if entry is not None:
+            entry.stepped(step, began, ended)
+
+    def emitted(self, token: Token, now: float) -> Token:
+        """The driver sends the first token of a try now: the same token with the ledger up to here."""
+        entry = self._entries.get(token.key)
+        if entry is None:
+            return token
+        entry.emitted_at = now
+        return replace(token, ledger=entry.ledger(self._ctx, self._page_bytes, now))
 
     def tick(self, now: float) -> list[Effect]:
         """Fires what is due. Call it only after the inbox is drained."""
@@ -289,10 +310,13 @@ class DecodeRole:
                     self._submit(entry, first=effect.finish.token_id)
             case table.DRunLocal():
                 entry.running_at = now
+                entry.compute.ready(now)
                 self._submit_local(entry, effect.verified_pages)
             case table.DEmit():
-                entry.num_tokens += 1
                 token = Token(key=key, index=effect.index, token_id=effect.token_id)
+                entry.num_tokens += 1
+                if entry.num_tokens == 1:
+                    token = self.emitted(token, now)
                 return [AnswerDecode(key=key, message=token)]
             case table.DEnd():
                 return [AnswerDecode(key=key, message=entry.ended(effect, self._ctx, self._page_bytes, now))]

@@ -58,6 +58,7 @@ class Pulls:
             entry.todo.append(ReadEnded(index=announce.index, status=ReadStatus.STALE, digest=b""))
             return [Count(name="wrong_content_key")]
         entry.announced_at = entry.announced_at or now
+        entry.pages.announced(announce.index, announce.sealed_s, now)
         read_id, page = self._next, entry.held.pages[announce.index]
         self._next += 1
         self._reads[read_id] = Read(entry=entry, index=announce.index, page=page, started_at=now)
@@ -82,11 +83,18 @@ class Pulls:
         """Cancels the reads of one key that have not begun."""
         return [CancelRead(read_id=i) for i, read in self._reads.items() if read.entry is entry]
 
-    def done(self, read_id: int, status: ReadStatus, digest: bytes, path: str) -> tuple[Entry, ReadEnded]:
-        """A read ended: its pin goes. Whose it was, and what that session has to hear."""
+    def done(
+        self, read_id: int, status: ReadStatus, digest: bytes, path: str, stamps: tuple[float, float]
+    ) -> tuple[Entry, ReadEnded]:
+        """A read ended: its pin goes. Whose it was, and what that session has to hear.
+
+        stamps: when its bytes were in place, and when they were verified.
+        """
         read = self._reads.pop(read_id)
         self._pages.drop(read.page, Holder(HolderKind.IO, f"read:{read_id}"))
-        if status is ReadStatus.GOOD:
+        good = status is ReadStatus.GOOD
+        read.entry.pages.ended(read.index, arrived=stamps[0], verified=stamps[1], good=good)
+        if good:
             read.entry.moved_pages += 1
             read.entry.path = path
         elif status is ReadStatus.MISMATCH:

@@ -62,7 +62,10 @@ class Reads:
 
     def _finish(self, done: ReadDone, name: str, now: float) -> list[Effect]:
         self._pending.pop(done.read_id, None)
-        return self._role.read_done(done.read_id, done.status, done.digest, name, now)
+        stamps = None
+        if done.arrived_s is not None and done.verified_s is not None:
+            stamps = (done.arrived_s, done.verified_s)
+        return self._role.read_done(done.read_id, done.status, done.digest, name, now, stamps)
 
     def _cancel(self, effect: CancelRead) -> None:
         reader = self._pending.get(effect.read_id)

@@ -17,6 +17,7 @@ from decode_worker.loop import DecodeRole
 from decode_worker.reads import Reads
 from kvtransfer.effects import AnswerDecode, Effect
 from kvtransfer.port import WorkerPort
+from pdserve import failpoints
 from pdserve.errors import StalePeer
 from pdserve.messages import Ended, Outcome, Refusal, Refused, Reserved, Token
 from pdserve.rpc import convert
@@ -73,6 +74,9 @@ class DecodeDriver(decode_pb2_grpc.DecodeServiceServicer):
             while not over:
                 event = await queue.get()
                 over = isinstance(event, Refused | Ended)
+                wait_s = failpoints.stall_s("return") if isinstance(event, Token) else 0.0
+                if wait_s:
+                    await asyncio.sleep(wait_s)
                 yield convert.decode_event_to_pb(event)
         finally:
             del self._calls[call.key]
@@ -112,6 +116,10 @@ class DecodeDriver(decode_pb2_grpc.DecodeServiceServicer):
         return outcome
 
     def _answer(self, effect: AnswerDecode) -> None:
-        queue = self._calls.get(effect.key)
-        if queue is not None:
-            queue.put_nowait(effect.message)
+        queue, message = self._calls.get(effect.key), effect.message
+        if queue is None:
+            return
+        if isinstance(message, Token) and message.ledger is not None:
+            failpoints.stall("admit")
+            message = self.role.emitted(message, self._port.loop.time())
+        queue.put_nowait(message)

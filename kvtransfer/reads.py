@@ -19,6 +19,8 @@ import xxhash
 from kvtransfer.digest import page_hasher
 from kvtransfer.transport import Done, ReadDone, ReaderConfig, ReadRequest, ReadStatus
 from kvtransfer.wire import sendable
+from pdserve import failpoints
+from pdserve.clock import monotonic
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +37,13 @@ class State(Enum):
 class Pending:
     """A read on its way. Its state belongs to the ReadTable; sequence is the reader's, for its wire."""
 
-    __slots__ = ("done", "request", "sequence", "state")
+    __slots__ = ("arrived_s", "done", "request", "sequence", "state")
 
     def __init__(self, request: ReadRequest, done: Done) -> None:
         self.request, self.done = request, done
         self.state = State.WAITING
         self.sequence = 0
+        self.arrived_s: float | None = None
 
 
 class Counters:
@@ -147,7 +150,12 @@ class ReadTable:
             if pending.state is State.ENDED:
                 return False
             pending.state = State.MOVING
-            return True
+        failpoints.stall("wire")
+        return True
+
+    def arrived(self, pending: Pending) -> None:
+        """All bytes of a read are in its target. Without this they arrive when they are verified."""
+        pending.arrived_s = monotonic()
 
     def cancel(self, read_id: int) -> Pending | None:
         """Ends a read that has not begun. Returns it if the peer was asked for it already."""
@@ -174,17 +182,23 @@ class ReadTable:
 
     def verify(self, pending: Pending, digest: bytes) -> None:
         """Ends a read whose bytes are all in the target and have that digest: GOOD or MISMATCH."""
+        if pending.arrived_s is None:
+            self.arrived(pending)
+        failpoints.stall("verify")
         status = ReadStatus.GOOD if digest == pending.request.digest else ReadStatus.MISMATCH
         self._counters.add("bytes", self._config.page_bytes)
-        self.end(pending, status, digest=digest)
+        self.end(pending, status, digest=digest, verified_s=monotonic())
 
-    def end(self, pending: Pending, status: ReadStatus, *, digest: bytes = b"", detail: str = "") -> None:
+    def end(
+        self, pending: Pending, status: ReadStatus, *, digest: bytes = b"", detail: str = "",
+        verified_s: float | None = None,
+    ) -> None:  # fmt: skip
         """Ends a read and calls `done`; without effect on one that has ended."""
         with self._changed:
             if pending.state is State.ENDED:
                 return
             self._forget(pending)
-        self._report(pending, status, digest=digest, detail=detail)
+        self._report(pending, status, digest=digest, detail=detail, verified_s=verified_s)
 
     def end_all(self, detail: str) -> None:
         """Ends every read with FAILED. For the thread that moves bytes, when it moves none."""
@@ -212,12 +226,18 @@ class ReadTable:
         pending.state = State.ENDED
         self._by_id.pop(pending.request.read_id, None)
 
-    def _report(self, pending: Pending, status: ReadStatus, *, digest: bytes = b"", detail: str = "") -> None:
+    def _report(
+        self, pending: Pending, status: ReadStatus, *, digest: bytes = b"", detail: str = "",
+        verified_s: float | None = None,
+    ) -> None:  # fmt: skip
         self._counters.add(status.value)
         try:
             pending.done(
-                ReadDone(read_id=pending.request.read_id, status=status, digest=digest, detail=detail)
-            )
+                ReadDone(
+                    read_id=pending.request.read_id, status=status, digest=digest, detail=detail,
+                    arrived_s=pending.arrived_s, verified_s=verified_s,
+                )
+            )  # fmt: skip
         except Exception:
             # One host callback that raises must not take the other reads' thread with it.
             log.exception("a read's done callback failed")

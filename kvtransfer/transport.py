@@ -115,12 +115,15 @@ class ReadRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadDone:
     """The end of a read. digest: of the target's bytes, empty unless GOOD or MISMATCH. detail: one or two
-    words for logs, such as "cancelled", "peer lost", "denied"."""
+    words for logs, such as "cancelled", "peer lost", "denied". arrived_s, verified_s: when all bytes were in
+    the target, and when their digest was compared; None unless GOOD or MISMATCH."""
 
     read_id: int
     status: ReadStatus
     digest: bytes = b""
     detail: str = ""
+    arrived_s: float | None = None
+    verified_s: float | None = None
 
 
 Done = Callable[[ReadDone], None]

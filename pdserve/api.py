@@ -138,3 +138,28 @@ class FleetStatus:
     uptime_s: float
     draining: bool
     pairing_problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Where one request's time went so far. It holds no prompt and no text.
+
+    state: "queued", "reserving", "reserved", "running", "stopping" or "done". waiting_for: what it waits for
+    now, in words. outcome: a finish reason or an error label, "" before the end; message: the error's own.
+    age_s: seconds since it came. total_s: what it took, once done.
+    """
+
+    request_id: str
+    state: str
+    client_request_id: str = ""
+    waiting_for: str = ""
+    outcome: str = ""
+    message: str = ""
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    usage: Usage = _NO_USAGE
+    max_tokens: int = 0
+    epochs: int = 0
+    age_s: float = 0.0
+    total_s: float = 0.0
+    ledger: Ledger = _NO_LEDGER

@@ -54,7 +54,8 @@ class Action:
 
 
 _ENTRY = re.compile(
-    rf"(?P<name>\w+)=(?P<kind>{'|'.join(Kind)})(:(?P<value>[-+]?[0-9.]+(e[-+]?[0-9]+)?))?(\*(?P<times>\d+))?"
+    rf"(?P<name>\w+)=(?P<kind>{'|'.join(Kind)})"
+    r"(:(?P<value>[-+]?[0-9.]+(e[-+]?[0-9]+)?))?(\*(?P<times>\d+))?"
 )
 
 

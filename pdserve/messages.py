@@ -80,11 +80,15 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """D → R: one token. index counts completion tokens from 0, forced ones included."""
+    """D → R: one token. index counts completion tokens from 0, forced ones included.
+
+    ledger: with the first token of a try, what was done until then.
+    """
 
     key: Key
     index: int
     token_id: int
+    ledger: Ledger | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +153,10 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announce:
-    """P → D: page `index` of the prompt is sealed under `page`, with its content key and byte digest."""
+    """P → D: page `index` of the prompt is sealed under `page`, with its content key and byte digest.
+
+    sealed_s: when it was sealed, by P's monotonic clock (for the ledger only).
+    """
 
     key: Key
     index: int
@@ -157,6 +164,7 @@ class Announce:
     valid_rows: int
     content_key: bytes
     digest: bytes
+    sealed_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

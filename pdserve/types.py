@@ -119,9 +119,38 @@ class PeerRef:
     tcp: str = ""
 
 
+class UsedState(StrEnum):
+    """Pages that are neither free nor evictable, by what they are used for (protocol.md §2).
+
+    granted: reserved, nothing written yet. held: sealed, with a holder besides the cache.
+    """
+
+    GRANTED = "granted"
+    FILLING = "filling"
+    HELD = "held"
+    RETIRING = "retiring"
+    QUARANTINED = "quarantined"
+
+
+AGE_LIMITS_S = (1.0, 10.0, 60.0)
+"""Ages of used pages are counted below each of these and above the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageAges:
+    """Pages in one use, by how long they have been: counts for ages below each of AGE_LIMITS_S, and above."""
+
+    state: UsedState
+    counts: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """A worker's state as its heartbeat tells it. Pages by state; tokens outstanding; sequences."""
+    """A worker's state as its heartbeat tells it. Pages by state; tokens outstanding; sequences.
+
+    page_ages: used pages by state and age. transfer_pages: held for transfers now; peak_transfer_pages: the
+    most there ever were.
+    """
 
     num_pages: int = 0
     free_pages: int = 0
@@ -136,6 +165,9 @@ class WorkerLoad:
     waiting_tokens: int = 0
     draining: bool = False
     ready: bool = True
+    page_ages: tuple[PageAges, ...] = ()
+    transfer_pages: int = 0
+    peak_transfer_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,10 +204,87 @@ class TransferStats:
     resent_pages: int = 0
 
 
+class Phase(StrEnum):
+    """Where a request's time goes. Each span has a begin and an end stamp of its own, taken where it happens:
+
+    tokenise       R: the request came · its prompt is token ids and it may queue
+    queue          R: it may queue · a try's calls are about to be sent
+    dispatch       R: a try's calls are about to be sent · P has the router's half and decode's grant
+                   (computed locally: D has the reservation)
+    prefill_queue  the worker that computes: ready for its next chunk (both halves there, or the chunk before
+                   it computed) · that chunk's step begins
+    compute        one chunk: its step begins · ends (its last page is sealed)
+    announce       P: a page's chunk ended · D: the page's Announce arrived. On the path: the last page's, or
+                   that of Finish when it comes later than the pages do
+    wire           D: a page's Announce arrived · its bytes are in place
+    verify         D: a page's bytes are in place · its digest is compared (shm digests while it copies)
+    admit          D: the last page is verified and Finish is there (locally: the last chunk's step ended) ·
+                   token 0 is on its way to the router: commit, publication and the scheduler's admission
+    return         D: token 0 is on its way · R: it has come
+    first_step     D: the step that makes token 1 begins · ends (after TTFT)
+    """
+
+    TOKENISE = "tokenise"
+    QUEUE = "queue"
+    DISPATCH = "dispatch"
+    PREFILL_QUEUE = "prefill_queue"
+    COMPUTE = "compute"
+    ANNOUNCE = "announce"
+    WIRE = "wire"
+    VERIFY = "verify"
+    ADMIT = "admit"
+    RETURN = "return"
+    FIRST_STEP = "first_step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One stretch of a phase. begin_s, end_s: by the monotonic clock of the worker named begin_clock,
+    end_clock ("" is the router's); in a router's ledger both by the router's, from the request's arrival.
+
+    on_path: part of the way to the first token; those add up to TTFT. count: pages, or rows of a chunk.
+    sum_s: of its parts' own lengths, as far as the two clocks agree.
+    """
+
+    phase: Phase
+    begin_s: float
+    end_s: float
+    begin_clock: str = ""
+    end_clock: str = ""
+    on_path: bool = False
+    count: int = 0
+    sum_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockSample:
+    """Stamps of a round trip: sent, answered by the worker's clock; received, replied by the router's."""
+
+    sent_s: float
+    received_s: float
+    replied_s: float
+    answered_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockOffset:
+    """A worker's monotonic clock as a router knows it: add offset_s to get the router's; plus or minus
+    uncertainty_s."""
+
+    worker: str
+    offset_s: float
+    uncertainty_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """What each side did for one request. Times in seconds, on the stamping process's monotonic clock
-    differences only; token counts say who computed the prompt."""
+    """What each side did for one request; token counts say who computed the prompt. Seconds.
+
+    spans: of all phases, see Span. clocks: what the router converted them with. ttft_s: as the router saw it,
+    None before the first token. residual_s: ttft_s less the spans on its path. handover_s: from the last
+    chunk computed to the first decode step begun. wire_hidden: share of the wire time that lies before the
+    last chunk's end.
+    """
 
     prefill_worker: str = ""
     decode_worker: str = ""
@@ -189,3 +298,9 @@ class Ledger:
     decode_s: float = 0.0
     num_retractions: int = 0
     transfer: TransferStats = TransferStats()
+    spans: tuple[Span, ...] = ()
+    clocks: tuple[ClockOffset, ...] = ()
+    ttft_s: float | None = None
+    residual_s: float | None = None
+    handover_s: float | None = None
+    wire_hidden: float | None = None

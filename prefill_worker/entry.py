@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvtransfer.session.prefill import PrefillSession
 from kvtransfer.session.prefill_events import PEvent
-from pdserve.messages import PrefillRequest
-from pdserve.sched.plan import TokenSampled
+from kvtransfer.stamps import ComputeLog
+from pdserve.messages import Announce, Finish, PrefillRequest, TransferMessage
+from pdserve.sched.plan import PageReady, TokenSampled
 from pdserve.types import Ledger
 
 
@@ -29,13 +30,30 @@ class Entry:
     queued_at: float = 0.0
     started_at: float = 0.0
     done_at: float = 0.0
+    compute: ComputeLog = field(default_factory=ComputeLog)
+    sealed_s: dict[int, float] = field(default_factory=dict)
     todo: list[PEvent] = field(default_factory=list)
 
     def is_peer(self, peer: str, incarnation: int) -> bool:
         """Whether this is the decode worker that the key was granted by."""
         return self.peer == peer and self.peer_incarnation == incarnation
 
-    def ledger(self, worker_id: str) -> Ledger:
+    def sealed(self, event: PageReady, now: float) -> None:
+        """A page of the prompt is there, computed or found."""
+        self.computed_rows += 0 if event.cached else event.valid_rows
+        self.sealed_s[event.index] = now if event.cached else self.compute.ended_at or now
+
+    def stamped(self, message: TransferMessage, worker_id: str, now: float) -> TransferMessage:
+        """A message to decode with what the ledger wants to know of it."""
+        match message:
+            case Finish():
+                return replace(message, ledger=self.ledger(worker_id, now))
+            case Announce():
+                return replace(message, sealed_s=self.sealed_s.get(message.index, now))
+            case _:
+                return message
+
+    def ledger(self, worker_id: str, now: float) -> Ledger:
         """What this side did so far."""
         total = len(self.call.token_ids) if self.call else 0
         return Ledger(
@@ -45,4 +63,5 @@ class Entry:
             prefill_queue_s=max(0.0, self.started_at - self.queued_at),
             prefill_compute_s=max(0.0, self.done_at - self.started_at),
             num_retractions=self.num_preempted,
+            spans=tuple(self.compute.spans(worker_id, now)),
         )

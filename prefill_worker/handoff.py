@@ -12,6 +12,7 @@ from kvtransfer.digest import page_digest
 from kvtransfer.effects import ComputeDigest, Effect
 from kvtransfer.port import WorkerPort
 from kvtransfer.transport import PageServer, PoolFacts, ServerConfig, transport
+from pdserve import failpoints
 from pdserve.kvcache.allocator import Holder, HolderKind
 from pdserve.types import Key
 from prefill_worker.loop import PrefillRole
@@ -60,6 +61,7 @@ class Handoff:
         self._digests.submit(self._digest, effect)
 
     def _digest(self, effect: ComputeDigest) -> None:
+        failpoints.stall("announce")
         parts = self._port.parts
         value = page_digest(
             parts.pool.page_view(effect.page.page),

@@ -6,8 +6,6 @@ page. What does not: the state table (`kvtransfer.session.prefill`), sockets, te
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kvtransfer import ticket
 from kvtransfer.effects import AnswerPrefill, Count, Effect
 from kvtransfer.session import prefill_events as table
@@ -21,7 +19,6 @@ from pdserve.messages import (
     Abort,
     Ack,
     Commit,
-    Finish,
     Grant,
     Nack,
     Outcome,
@@ -39,6 +36,7 @@ from pdserve.sched.plan import (
     SeqFinished,
     SeqKind,
     SeqSpec,
+    SeqStep,
     SeqStopped,
     Started,
     TokenSampled,
@@ -159,7 +157,7 @@ class PrefillRole:
             case Started():
                 return self._on_started(entry, event, now)
             case PageReady():
-                entry.computed_rows += 0 if event.cached else event.valid_rows
+                entry.sealed(event, now)
                 return self._run(entry, self._sealed(entry, event), now)
             case TokenSampled():
                 entry.token = event
@@ -176,6 +174,12 @@ class PrefillRole:
                 return self._run(entry, table.ComputeQuiet(), now)
             case _:
                 return []
+
+    def stepped(self, step: SeqStep, began: float, ended: float) -> None:
+        """A chunk of a prompt was computed."""
+        entry = self._by_seq.get(step.seq_id)
+        if entry is not None:
+            entry.compute.chunk(began, ended, len(step.token_ids))
 
     def digested(self, key: Key, index: int, page: PageName, digest: bytes, now: float) -> list[Effect]:
         """The answer to ComputeDigest."""
@@ -302,8 +306,10 @@ class PrefillRole:
         key = entry.session.key
         match effect:
             case table.PSend():
-                return [to_peer(entry.peer, entry.peer_incarnation, self._with_ledger(entry, effect.message))]
+                message = entry.stamped(effect.message, self._ctx.worker_id, now)
+                return [to_peer(entry.peer, entry.peer_incarnation, message)]
             case table.PQueue():
+                entry.compute.ready(now)
                 return self._submit(entry)
             case table.PHold():
                 return self._hold(entry, effect)
@@ -319,7 +325,7 @@ class PrefillRole:
             case table.PUnpublish():
                 return self._unpublish(effect.page, now)
             case table.PReport():
-                return self._report(entry, effect)
+                return self._report(entry, effect, now)
             case table.PDone():
                 self._forget(entry, effect.outcome)
         return []
@@ -364,20 +370,14 @@ class PrefillRole:
             out += self._run(entry, stop, now)
         return out
 
-    def _with_ledger(self, entry: Entry, message: TransferMessage) -> TransferMessage:
-        return (
-            replace(message, ledger=entry.ledger(self._ctx.worker_id))
-            if isinstance(message, Finish)
-            else message
-        )
-
-    def _report(self, entry: Entry, effect: table.PReport) -> list[Effect]:
+    def _report(self, entry: Entry, effect: table.PReport, now: float) -> list[Effect]:
         if entry.call is None:
             return []
         key = entry.session.key
         done = Prefilled(
-            key=key, outcome=effect.outcome, detail=effect.detail, ledger=entry.ledger(self._ctx.worker_id)
-        )
+            key=key, outcome=effect.outcome, detail=effect.detail,
+            ledger=entry.ledger(self._ctx.worker_id, now),
+        )  # fmt: skip
         return [AnswerPrefill(key=key, message=done)]
 
     def _forget(self, entry: Entry, outcome: Outcome) -> None:

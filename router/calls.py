@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from pdserve import failpoints
 from pdserve.errors import PdserveError
 from pdserve.messages import PrefillRequest, Refused, Reserve
 from pdserve.rpc.convert import (
@@ -72,6 +73,7 @@ class Calls:
         broken = _lost(message.key)
         try:
             link = self._roster.links.get(decode.incarnation)
+            await _stalled("dispatch")
             if link is not None:
                 async for response in link.decode.Reserve(reserve_to_pb(message), timeout=timeout_s):
                     self._apply(decode_event_from_pb(response))
@@ -170,6 +172,12 @@ class Calls:
         """A control call that failed only costs our trust in the worker: leases and keys do the rest."""
         if error_from_rpc(error).status == "UNAVAILABLE":
             self._roster.suspect(peer.worker_id, peer.incarnation)
+
+
+async def _stalled(name: str) -> None:
+    wait_s = failpoints.stall_s(name)
+    if wait_s:
+        await asyncio.sleep(wait_s)
 
 
 def _lost(key: Key) -> ev.DecodeBroken:

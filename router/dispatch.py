@@ -10,6 +10,7 @@ import asyncio
 import logging
 from typing import Protocol
 
+from pdserve import failpoints
 from pdserve.clock import Clock
 from pdserve.types import Key, PeerRef
 from router import events as ev
@@ -58,6 +59,8 @@ class Dispatcher:
         self._blocked: dict[int, float] = {}
         self._pump_due = False
         self.inflight = InFlight()
+        self.why = ""
+        """Why the queue's head did not get a worker when last tried; "" if it did."""
 
     @property
     def num_queued(self) -> int:
@@ -117,7 +120,11 @@ class Dispatcher:
         """Something changed: look at the queue soon."""
         if not self._pump_due and len(self._queue):
             self._pump_due = True
-            asyncio.get_running_loop().call_soon(self._pump)
+            loop, wait_s = asyncio.get_running_loop(), failpoints.stall_s("queue")
+            if wait_s:
+                loop.call_later(wait_s, self._pump)
+            else:
+                loop.call_soon(self._pump)
 
     def tick(self) -> None:
         """Time passed: sheds what waited too long."""
@@ -131,6 +138,7 @@ class Dispatcher:
 
     def _pump(self) -> None:
         self._pump_due = False
+        self.why = ""
         now = self._clock.now()
         self._blocked = {worker: until for worker, until in self._blocked.items() if until > now}
         candidates = self._roster.candidates()
@@ -140,6 +148,7 @@ class Dispatcher:
             choice = choose(candidates, self.inflight, ask, self._policy)
             if isinstance(choice, NoChoice):
                 log.debug("request %s waits: %s", entry.request_id, choice.reason)
+                self.why = choice.reason
                 return
             self._queue.take(entry.request_id, now)
             del self._waiting[entry.request_id]

@@ -10,18 +10,20 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
-from pdserve.api import FleetStatus, GenerateInput, ModelInfo, StreamEvent, WorkerStatus
+from pdserve import failpoints
+from pdserve.api import Explanation, FleetStatus, GenerateInput, ModelInfo, StreamEvent, WorkerStatus
 from pdserve.clock import Clock
-from pdserve.errors import Draining, PdserveError, Unavailable, UnknownModel
+from pdserve.errors import Draining, PdserveError, Unavailable, UnknownModel, UnknownRequest
 from pdserve.messages import Outcome
 from pdserve.tls import TlsSource
 from router import events as ev
 from router.calls import Tasks
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
+from router.explain import MAX_EXPLAINED, Explained
 from router.metrics import RouterMetrics
 from router.model import ServedModel
-from router.request import RequestRun, Services
+from router.request import TENANT, RequestRun, Services
 from router.roster import Roster
 from router.tickets import TicketMint
 from router.validate import Target, check_fields, check_prompt
@@ -55,6 +57,7 @@ class Hub:
             clock=clock,
         )
         self._runs: dict[str, RequestRun] = {}
+        self._explained = Explained()
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._arrivals = 0
         self._idle = asyncio.Event()
@@ -83,6 +86,7 @@ class Hub:
             self.metrics.outcome(error.label)
             raise
         self._enter(run)
+        failed: PdserveError | None = None
         try:
             async with aclosing(run.stream()) as events:  # type: ignore[type-var]
                 async for event in events:
@@ -90,12 +94,15 @@ class Hub:
         except PdserveError as error:
             if not run.counted:
                 self.metrics.outcome(error.label)
+                failed = error
             raise
         finally:
-            self._exit(run)
+            self._exit(run, failed)
 
     async def _prepare(self, source: GenerateInput, time_left_s: float | None) -> RequestRun:
         started_at = self._clock.now()
+        if wait_s := failpoints.stall_s("tokenise"):
+            await asyncio.sleep(wait_s)
         if self.draining:
             raise Draining("This router shuts down; send the request again.", retry_after_s=1.0)
         model = self._model()
@@ -124,8 +131,9 @@ class Hub:
         self._runs[run.request_id] = run
         self._idle.clear()
 
-    def _exit(self, run: RequestRun) -> None:
+    def _exit(self, run: RequestRun, failed: PdserveError | None) -> None:
         self._runs.pop(run.request_id, None)
+        self._explained.put(TENANT, run.explain(failed))
         self._ended[run.request_id] = None
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
@@ -139,6 +147,16 @@ class Hub:
             return Outcome.COMPLETE if request_id in self._ended else Outcome.UNKNOWN
         run.apply(_ABORTED)
         return Outcome.STOPPING
+
+    def explain(self, request_id: str) -> Explanation:
+        """Where a request's time went, or goes. Raises UnknownRequest: never here, or too long ago."""
+        run = self._runs.get(request_id)
+        found = run.explain() if run is not None else self._explained.get(TENANT, request_id)
+        if found is None:
+            raise UnknownRequest(
+                f"request_id: this router knows no such request; it remembers the last {MAX_EXPLAINED}."
+            )
+        return found
 
     # -- questions -------------------------------------------------------------------------------------
 

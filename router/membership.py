@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from pdserve.types import WorkerLoad, WorkerRecord
+from pdserve.types import ClockSample, WorkerLoad, WorkerRecord
+from router.clocks import ClockFilter
 
 MAX_FENCED = 4096
 MAX_TICK_GAP_S = 2.0
@@ -29,13 +30,17 @@ class MembershipConfig:
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """A worker. clock_offset_s: its monotonic clock less ours, at least; times are on our clock."""
+    """A worker. clock_offset_s: its monotonic clock less ours, at least; times are on our clock.
+
+    clock: what round trips say of its clock, for ledgers.
+    """
 
     record: WorkerRecord
     load: WorkerLoad = field(default_factory=WorkerLoad)
     heard_at: float
     clock_offset_s: float
     stream_broken: bool = False
+    clock: ClockFilter = field(default_factory=ClockFilter)
 
     @property
     def incarnation(self) -> int:
@@ -79,7 +84,10 @@ class Membership:
         if old is not None and replaced is None:
             offset = max(offset, old.clock_offset_s)
         load = old.load if old is not None and replaced is None else WorkerLoad(num_pages=record.pool_pages)
-        self._members[peer.worker_id] = Member(record=record, load=load, heard_at=now, clock_offset_s=offset)
+        clock = old.clock if old is not None and replaced is None else ClockFilter()
+        self._members[peer.worker_id] = Member(
+            record=record, load=load, heard_at=now, clock_offset_s=offset, clock=clock
+        )
         return Joined(replaced=replaced)
 
     def _model_problem(self, record: WorkerRecord) -> str | None:
@@ -96,14 +104,17 @@ class Membership:
         return None
 
     def heartbeat(
-        self, worker_id: str, incarnation: int, load: WorkerLoad, monotonic_s: float, now: float
-    ) -> bool:
+        self, worker_id: str, incarnation: int, load: WorkerLoad, monotonic_s: float, now: float,
+        sample: ClockSample | None = None,
+    ) -> bool:  # fmt: skip
         """False if this incarnation is no member (any more): its stream should end."""
         member = self.member(worker_id, incarnation)
         if member is None:
             return False
         member.load, member.heard_at, member.stream_broken = load, now, False
         member.clock_offset_s = max(member.clock_offset_s, monotonic_s - now)
+        if sample is not None:
+            member.clock.add(sample)
         return True
 
     def broken(self, worker_id: str, incarnation: int) -> bool:

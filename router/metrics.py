@@ -11,11 +11,14 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from pdserve.errors import BY_LABEL, ConfigError
-from pdserve.types import FinishReason, Ledger, Role, WorkerLoad
+from pdserve.types import FinishReason, Ledger, Phase, Role, WorkerLoad
+from router.ledger import path_seconds
 from router.membership import Member
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
+_SHORT = (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.25, 0.5, 1.0)
+_PHASE_SECONDS = (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, *_SECONDS[4:])
 OUTCOMES = frozenset([*FinishReason, *BY_LABEL])
 PAGE_STATES = tuple(f.name.removesuffix("_pages") for f in fields(WorkerLoad) if f.name.endswith("_pages"))[
     1:
@@ -34,6 +37,25 @@ class RouterMetrics:
         self.transfer = _histogram(
             registry, "transfer", "From the first page announced to the last verified."
         )
+        self.phases = Histogram(
+            "pdserve_phase_seconds", "Phases on the way to the first token, and the first step after it.",
+            ["phase"], buckets=_PHASE_SECONDS, registry=registry,
+        )  # fmt: skip
+        for phase in Phase:
+            self.phases.labels(phase)
+        self.residual = _histogram(
+            registry, "ledger_residual", "TTFT that no phase accounts for, absolute.", _SHORT
+        )
+        self.handover = _histogram(
+            registry,
+            "handover",
+            "From the last chunk computed to the first decode step.",
+            _PHASE_SECONDS,
+        )
+        self.hidden = Histogram(
+            "pdserve_wire_hidden_ratio", "Share of the wire time that is hidden behind compute.",
+            buckets=(0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0), registry=registry,
+        )  # fmt: skip
         self._requests = Counter(
             "pdserve_requests", "Requests by outcome: a finish reason or an error label.", ["outcome"],
             registry=registry,
@@ -53,8 +75,17 @@ class RouterMetrics:
         """Counts the end of a request. A name outside the closed set counts as "internal"."""
         self._requests.labels(name if name in OUTCOMES else "internal").inc()
 
-    def ledger(self, ledger: Ledger) -> None:
-        """Observes the phases of a finished request."""
+    def ledger(self, ledger: Ledger, *, first_try: bool) -> None:
+        """Observes the phases of a finished request. first_try: its first token came from its first try; else
+        the residual holds what the failed ones took."""
+        for phase, seconds in path_seconds(ledger).items():
+            self.phases.labels(phase).observe(seconds)
+        if ledger.residual_s is not None and first_try:
+            self.residual.observe(abs(ledger.residual_s))
+        if ledger.handover_s is not None and ledger.transfer.path:
+            self.handover.observe(max(0.0, ledger.handover_s))
+        if ledger.wire_hidden is not None:
+            self.hidden.observe(ledger.wire_hidden)
         if ledger.prefill_computed_tokens:
             self.prefill.observe(ledger.prefill_compute_s)
         if ledger.transfer.pages:

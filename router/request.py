@@ -8,21 +8,25 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pdserve.api import Admitted, Chunk, End, StreamEvent, Timings
+from pdserve.api import Admitted, Chunk, End, Explanation, StreamEvent, Timings
 from pdserve.clock import Clock
-from pdserve.messages import PrefillRequest, Reserve
+from pdserve.errors import PdserveError
+from pdserve.messages import PrefillRequest, Reserve, Token
 from pdserve.rpc.status import error_from_label
+from pdserve.types import Ledger, PeerRef
 from router import events as ev
 from router.admission import Waiting
 from router.calls import LOST_MESSAGE, Calls, Tasks
 from router.dispatch import Dispatcher
+from router.explain import progress, waiting_for
+from router.ledger import Journal, assemble
 from router.lifecycle import step
 from router.metrics import RouterMetrics
 from router.model import TextStream
-from router.request_state import RequestState
+from router.request_state import Phase, RequestState
 from router.roster import Roster
 from router.tickets import TicketMint
 from router.validate import ValidRequest
@@ -79,6 +83,10 @@ class RequestRun:
         self._queued_at = services.clock.now()
         self._deadline_at = deadline_at
         self._tried_at = self._first_at = self._last_at = 0.0
+        self._journal = Journal(came_at=started_at, queued_at=self._queued_at, waiting_since=self._queued_at)
+        self._told: Ledger | None = None
+        self._peers: tuple[PeerRef | None, PeerRef | None] = (None, None)
+        self._ended_at: float | None = None
 
     # -- for the dispatcher ----------------------------------------------------------------------------
 
@@ -167,6 +175,8 @@ class RequestRun:
 
     def apply(self, event: ev.Event) -> None:
         """Takes one event, and whatever its effects bring about at once."""
+        if isinstance(event, Token) and event.ledger is not None:
+            self._told = event.ledger
         self._todo.append(event)
         if self._busy:
             return
@@ -182,6 +192,8 @@ class RequestRun:
         services, request = self._services, self._request
         now = services.clock.now()
         self._tried_at = self._tried_at or now
+        self._journal.sent(now)
+        self._peers = (effect.decode, effect.prefill)
         if effect.key.epoch == 0:
             services.metrics.queue.observe(now - self._queued_at)
         services.dispatcher.count(
@@ -259,6 +271,7 @@ class RequestRun:
             metrics.itl.observe(now - self._last_at)
         else:
             self._first_at = now
+            self._journal.token(self._told, now, self._services.roster.clocks(*self._peers))
             metrics.ttft.observe(now - self._started_at)
         self._last_at = now
         self._ids.append(effect.token_id)
@@ -278,18 +291,48 @@ class RequestRun:
     def _requeue(self, effect: ev.Requeue) -> None:
         if effect.blocked is None:
             self._services.metrics.retries.inc()
+        self._journal.requeued(self._services.clock.now())
         self._services.dispatcher.requeue(self, effect)
 
     def _end_stream(self, effect: ev.EndStream) -> None:
-        self._end = effect
+        self._ended_at = now = self._services.clock.now()
+        told = effect.ledger if effect.ledger.spans else self._told or effect.ledger
+        self._end = replace(effect, ledger=self._whole(told, now))
         if self._timer is not None:
             self._timer.cancel()
         if self._text is not None and effect.finish is not None and self._request.want_text:
             rest = self._text.finish()
             if rest:
                 self._pieces.append(rest)
-        self._count(effect)
+        self._count(self._end)
         self._wake.set()
+
+    def _whole(self, told: Ledger, now: float) -> Ledger:
+        """What everybody did so far, by our clock."""
+        return assemble(self._journal, told, self._services.roster.clocks(*self._peers), now)
+
+    def explain(self, failed: PdserveError | None = None) -> Explanation:
+        """Where the time went so far, and what is waited for. failed: its end, if it never queued."""
+        now, end = self._services.clock.now(), self._end
+        decode, prefill = self._peers
+        outcome = "" if end is None else end.finish or end.label
+        ledger = self._whole(self._told or Ledger(), now) if end is None else end.ledger
+        return Explanation(
+            request_id=self.request_id,
+            state=str(self._state.phase) if failed is None else str(Phase.DONE),
+            client_request_id=self._request.client_request_id,
+            waiting_for=waiting_for(self._state, self._services.dispatcher.why) if failed is None else "",
+            outcome=str(outcome) or (failed.label if failed is not None else ""),
+            message=end.message if end is not None else (failed.message if failed is not None else ""),
+            prefill_worker=ledger.prefill_worker or (prefill.worker_id if prefill is not None else ""),
+            decode_worker=ledger.decode_worker or (decode.worker_id if decode is not None else ""),
+            usage=progress(self._state) if end is None else end.usage,
+            max_tokens=self._state.max_tokens,
+            epochs=self._state.next_epoch,
+            age_s=now - self._started_at,
+            total_s=0.0 if self._ended_at is None else self._ended_at - self._started_at,
+            ledger=ledger,
+        )
 
     def _count(self, effect: ev.EndStream) -> None:
         metrics = self._services.metrics
@@ -299,7 +342,7 @@ class RequestRun:
         metrics.tokens.labels("prompt").inc(effect.usage.prompt_tokens)
         metrics.tokens.labels("cached").inc(effect.usage.cached_tokens)
         metrics.tokens.labels("completion").inc(effect.usage.completion_tokens)
-        metrics.ledger(effect.ledger)
+        metrics.ledger(effect.ledger, first_try=self._journal.path_tries == 1)
 
 
 _DO: dict[type, Callable[[RequestRun, Any], None]] = {

@@ -17,7 +17,7 @@ from pdserve.errors import PdserveError
 from pdserve.rpc.convert import Heartbeat, JoinAnswer, Register
 from pdserve.rpc.server import is_loopback
 from pdserve.tls import TlsSource
-from pdserve.types import Role, WorkerRecord
+from pdserve.types import ClockOffset, PeerRef, Role, WorkerRecord
 from router.config import RouterConfig
 from router.links import Links, WorkerLink
 from router.membership import Member, Membership, MembershipConfig
@@ -78,7 +78,7 @@ class Roster:
         peer = record.peer
         before = self._usable(peer.worker_id, peer.incarnation)
         known = self._membership.heartbeat(
-            peer.worker_id, peer.incarnation, event.load, event.monotonic_s, self._clock.now()
+            peer.worker_id, peer.incarnation, event.load, event.monotonic_s, self._clock.now(), event.sample
         )
         if not known:
             return self._answer("This router has given the worker up; register again.")
@@ -121,6 +121,10 @@ class Roster:
             self._spawn(link.close())
         self.on_change()
 
+    def now(self) -> float:
+        """Our clock."""
+        return self._clock.now()
+
     # -- questions -------------------------------------------------------------------------------------
 
     def member(self, worker_id: str, incarnation: int) -> Member | None:
@@ -138,6 +142,13 @@ class Roster:
         return tuple(
             Candidate(record=m.record, usable=self._membership.is_usable(m, now)) for m in self.members()
         )
+
+    def clocks(self, *peers: PeerRef | None) -> tuple[ClockOffset, ...]:
+        """How far these workers' clocks are from ours now; without those that are not known."""
+        now = self._clock.now()
+        members = [self.member(p.worker_id, p.incarnation) for p in peers if p is not None]
+        found = [m.clock.estimate(m.record.peer.worker_id, now) for m in members if m is not None]
+        return tuple(offset for offset in found if offset is not None)
 
     def capacity(self) -> int | None:
         """KV rows of the largest empty pool of those that decode; None without any."""

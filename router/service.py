@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -15,6 +16,7 @@ from pdserve.rpc.convert import (
     Heartbeat,
     Leave,
     Register,
+    explanation_to_pb,
     fleet_status_to_pb,
     generate_from_pb,
     join_answer_to_pb,
@@ -65,6 +67,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GetStatusResponse:
         return fleet_status_to_pb(self._hub.status())
 
+    async def Explain(
+        self, request: inference_pb2.ExplainRequest, context: Context
+    ) -> inference_pb2.ExplainResponse:
+        if not request.request_id:
+            raise InvalidRequest.field("request_id", "is empty; send the id of the request to explain.")
+        return explanation_to_pb(self._hub.explain(request.request_id))
+
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     """What workers speak: one long stream each."""
@@ -82,6 +91,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         self._roster.open_streams.add(stream)
         try:
             async for message in request_iterator:
+                received_s = self._roster.now()
                 event = join_event_from_pb(message)
                 match event:
                     case Register():
@@ -94,7 +104,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
                         return
                     case _:
                         raise InvalidRequest.field("event", "a stream begins with register.")
-                await context.write(join_answer_to_pb(answer))
+                echo_s = event.monotonic_s
+                stamped = replace(answer, echo_s=echo_s, received_s=received_s, replied_s=self._roster.now())
+                await context.write(join_answer_to_pb(stamped))
                 if not answer.accepted:
                     return
         except asyncio.CancelledError:

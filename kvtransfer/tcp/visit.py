@@ -105,6 +105,7 @@ class Visit:
         elif frame.kind is Kind.DROPPED:
             self._reads.end(pending, ReadStatus.FAILED, detail="dropped")
         elif pending.state is State.MOVING:
+            self._reads.arrived(pending)
             hasher = self._reads.hasher(pending)
             hasher.update(pending.request.target)
             self._reads.verify(pending, hasher.digest())

@@ -85,11 +85,14 @@ class StepPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What the runner made of a plan. tokens: sampled token by seq_id. failed: seq_id → message, for
-    sequences whose own share went wrong; the others are good. elapsed_s: compute time."""
+    sequences whose own share went wrong; the others are good. elapsed_s: compute time. began_s, ended_s: by
+    the worker's monotonic clock; None where nobody stamped it."""
 
     step_id: int
     tokens: dict[str, int]
     elapsed_s: float = 0.0
+    began_s: float | None = None
+    ended_s: float | None = None
     failed: dict[str, str] | None = None
 
 

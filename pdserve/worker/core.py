@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvtransfer.effects import Effect, RunStep, SetGenerations
 from pdserve.kvcache.manager import PageManager
-from pdserve.sched.plan import SeqEvent, StepPlan, StepResult
+from pdserve.sched.plan import SeqEvent, SeqStep, StepPlan, StepResult
 from pdserve.sched.scheduler import StepScheduler
 
 
@@ -37,6 +37,10 @@ class Role(Protocol):
 
     def seq_event(self, event: SeqEvent, now: float) -> list[Effect]:
         """A scheduler event of a sequence that this role submitted."""
+        ...
+
+    def stepped(self, step: SeqStep, began: float, ended: float) -> None:
+        """A sequence of its took part in a step that ran from `began` to `ended`; comes before its events."""
         ...
 
     def tick(self, now: float) -> list[Effect]:
@@ -102,8 +106,18 @@ class WorkerCore:
 
     def step_done(self, result: StepResult, now: float) -> list[Effect]:
         """The running step ended; roles learn what it made and the next one is planned."""
+        self._stamp(result, now)
         self._running = None
         return self.settle(self._route(self.scheduler.finish_step(result), now), now)
+
+    def _stamp(self, result: StepResult, now: float) -> None:
+        """Tells the roles when the step ran: the ledger's chunks."""
+        began = self._step_at if result.began_s is None else result.began_s
+        ended = now if result.ended_s is None else result.ended_s
+        for step in self._running.seqs if self._running is not None else ():
+            for role in self._roles:
+                if role.owns(step.seq_id):
+                    role.stepped(step, began, ended)
 
     def tick(self, now: float) -> list[Effect]:
         """Time passed. Call it only after the inbox is drained (protocol.md §5)."""

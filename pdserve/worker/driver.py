@@ -11,10 +11,12 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from kvtransfer.effects import Count, Effect, RunStep, SetGenerations
 from kvtransfer.port import Input, WorkerParts
+from pdserve import failpoints
 from pdserve.sched.plan import StepPlan, StepResult
 from pdserve.worker.core import WorkerCore
 
@@ -123,16 +125,23 @@ class Driver:
 
     def _run_step(self, effect: RunStep) -> None:
         self.last_step_at = self.loop.time()  # an idle time before this step is not the step's
-        self._compute.submit(self._execute, effect.plan)
+        wait_s = failpoints.stall_s("prefill_queue") if has_chunk(effect.plan) else 0.0
+        if wait_s:
+            self.loop.call_later(wait_s, self._compute.submit, self._execute, effect.plan)
+        else:
+            self._compute.submit(self._execute, effect.plan)
 
     def _execute(self, plan: StepPlan) -> None:
         """Compute thread. A step that fails as a whole fails its sequences, not the engine (S5)."""
+        began = self.loop.time()
+        failpoints.stall("compute" if has_chunk(plan) else "first_step")
         try:
             result = self._runner.execute(plan)
         except Exception as error:
             log.error("a step failed", exc_info=error)
             failed = {seq.seq_id: "the computation failed" for seq in plan.seqs}
             result = StepResult(step_id=plan.step_id, tokens={}, failed=failed)
+        result = replace(result, began_s=began, ended_s=self.loop.time())
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self._step_done, result)
 
@@ -154,3 +163,8 @@ class Driver:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def has_chunk(plan: StepPlan) -> bool:
+    """Whether a step computes a part of a prompt."""
+    return any(len(step.token_ids) > 1 for step in plan.seqs)

@@ -40,15 +40,21 @@ class Stack:
     router: subprocess.Popen[str]
     base: WorkerConfig
     workers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    environ: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, roles: dict[Role, int], **settings: Any) -> Stack:
-        """A router and so many workers by role. settings: fields of WorkerConfig."""
+    def start(
+        cls, roles: dict[Role, int], *, environ: dict[str, dict[str, str]] | None = None, **settings: Any
+    ) -> Stack:
+        """A router and so many workers by role. settings: fields of WorkerConfig. environ: more variables by
+        the process's name ("router", "prefill-0", …; "" is all of them)."""
         secret = secrets.token_hex(32)
-        environ = {**os.environ, "PDSERVE_FLEET_SECRET": secret}
+        more = environ or {}
+        router_environ = {**os.environ, **more.get("", {}), **more.get("router", {})}
+        router_environ["PDSERVE_FLEET_SECRET"] = secret
         router = subprocess.Popen(
             [sys.executable, "-m", "pdserve.cli", "router", "--port", "0", "--metrics-port", "0"],
-            stdout=subprocess.PIPE, text=True, env=environ,
+            stdout=subprocess.PIPE, text=True, env=router_environ,
         )  # fmt: skip
         assert router.stdout is not None
         found = re.search(r"listens on (\S+)", router.stdout.readline())
@@ -58,7 +64,7 @@ class Stack:
             dtype="float32", deterministic=True, num_pages=256, prefill_chunk_tokens=64, token_budget=128,
             threads=2, routers=(found[1],),
         )  # fmt: skip
-        stack = cls(secret, found[1], router, replace(base, **settings))
+        stack = cls(secret, found[1], router, replace(base, **settings), environ=more)
         names = [(f"{role}-{i}", role) for role, count in roles.items() for i in range(count)]
         for name, role in names:
             stack.launch(name, role)
@@ -71,6 +77,7 @@ class Stack:
     def launch(self, name: str, role: Role) -> None:
         """Starts a worker process; see wait_started."""
         environ = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
+        environ |= self.environ.get("", {}) | self.environ.get(name, {})
         process = subprocess.Popen(
             [sys.executable, "-m", "pdserve.worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ,

@@ -38,16 +38,22 @@ samplings = st.builds(
     ignore_eos=st.booleans(),
 )
 peers = st.builds(
-    types.PeerRef,
-    worker_id=name,
-    incarnation=st.integers(1, 2**64 - 1),
-    control=text,
-    host_id=text,
-    shm=text,
-    tcp=text,
-)
+    types.PeerRef, worker_id=name, incarnation=st.integers(1, 2**64 - 1), control=text, host_id=text,
+    shm=text, tcp=text,
+)  # fmt: skip
 usages = st.builds(types.Usage, prompt_tokens=u32, cached_tokens=u32, completion_tokens=u32)
 stats = st.builds(types.TransferStats, path=text, pages=u32, bytes=u64, hit_pages=u32, resent_pages=u32)
+spans = st.builds(
+    types.Span, phase=st.sampled_from(types.Phase), begin_s=double, end_s=double, begin_clock=text,
+    end_clock=text, on_path=st.booleans(), count=u32, sum_s=double,
+)  # fmt: skip
+clocks = st.builds(types.ClockOffset, worker=text, offset_s=double, uncertainty_s=double)
+samples = st.builds(types.ClockSample, sent_s=double, received_s=double, replied_s=double, answered_s=double)
+ages = st.builds(
+    types.PageAges,
+    state=st.sampled_from(types.UsedState),
+    counts=st.lists(u32, min_size=4, max_size=4).map(tuple),
+)
 ledgers = st.builds(
     types.Ledger,
     prefill_worker=text,
@@ -62,6 +68,12 @@ ledgers = st.builds(
     decode_s=double,
     num_retractions=u32,
     transfer=stats,
+    spans=st.lists(spans, max_size=3).map(tuple),
+    clocks=st.lists(clocks, max_size=2).map(tuple),
+    ttft_s=st.none() | double,
+    residual_s=st.none() | double,
+    handover_s=st.none() | double,
+    wire_hidden=st.none() | double,
 )
 capabilities = st.builds(
     types.CapabilityRecord,
@@ -87,8 +99,9 @@ loads = st.builds(
     **{
         f: u32
         for f in types.WorkerLoad.__dataclass_fields__
-        if f not in ("waiting_tokens", "draining", "ready")
+        if f not in ("waiting_tokens", "draining", "ready", "page_ages")
     },
+    page_ages=st.lists(ages, max_size=2).map(tuple),
     waiting_tokens=u64,
     draining=st.booleans(),
     ready=st.booleans(),
@@ -133,7 +146,7 @@ ended = {"key": keys, "usage": usages, "ledger": ledgers, "retryable": st.boolea
 decode_events = st.one_of(
     st.builds(messages.Reserved, key=keys, mode=modes, hit_tokens=u32),
     refusals,
-    st.builds(messages.Token, key=keys, index=u32, token_id=u32),
+    st.builds(messages.Token, key=keys, index=u32, token_id=u32, ledger=st.none() | ledgers),
     st.builds(messages.Ended, finish=finishes, **ended),
     st.builds(messages.Ended, finish=st.none(), error_label=name, **ended),
 )
@@ -144,7 +157,14 @@ pages = st.builds(types.PageName, pool_id=u64, page=u32, generation=u64)
 transfers = st.one_of(
     st.builds(messages.Grant, key=keys, want=ids, credit=u32, ticket=blob),
     st.builds(
-        messages.Announce, key=keys, index=u32, page=pages, valid_rows=u32, content_key=blob, digest=blob
+        messages.Announce,
+        key=keys,
+        index=u32,
+        page=pages,
+        valid_rows=u32,
+        content_key=blob,
+        digest=blob,
+        sealed_s=double,
     ),
     st.builds(messages.Ack, key=keys, index=u32),
     st.builds(messages.Nack, key=keys, index=u32, digest=blob),
@@ -172,10 +192,13 @@ envelopes = st.builds(
 )
 join_events = st.one_of(
     st.builds(convert.Register, record=records, monotonic_s=double),
-    st.builds(convert.Heartbeat, load=loads, monotonic_s=double),
+    st.builds(convert.Heartbeat, load=loads, monotonic_s=double, sample=st.none() | samples),
     st.builds(convert.Leave, reason=text),
 )
-join_answers = st.builds(convert.JoinAnswer, router_id=text, accepted=st.booleans(), problem=text)
+join_answers = st.builds(
+    convert.JoinAnswer, router_id=text, accepted=st.booleans(), problem=text, echo_s=double,
+    received_s=double, replied_s=double,
+)  # fmt: skip
 worker_states = st.builds(
     convert.WorkerState, record=records, load=loads, integrity_problem=text, idle=st.booleans()
 )
@@ -240,6 +263,16 @@ statuses = st.builds(
     draining=st.booleans(),
     pairing_problems=st.lists(text, max_size=2).map(tuple),
 )
+explanations = st.builds(
+    api.Explanation,
+    **{f: text for f, value in api.Explanation.__dataclass_fields__.items() if value.type == "str"},
+    usage=usages,
+    max_tokens=u32,
+    epochs=u32,
+    age_s=double,
+    total_s=double,
+    ledger=ledgers,
+)
 
 ROUND_TRIPS: list[tuple[str, st.SearchStrategy[Any], Callable[[Any], Any], Callable[[Any], Any]]] = [
     ("reserve", reserves, convert.reserve_to_pb, convert.reserve_from_pb),
@@ -254,6 +287,7 @@ ROUND_TRIPS: list[tuple[str, st.SearchStrategy[Any], Callable[[Any], Any], Calla
     ("stream_event", stream_events, convert.stream_event_to_pb, convert.stream_event_from_pb),
     ("model_info", models, convert.model_info_to_pb, convert.model_info_from_pb),
     ("fleet_status", statuses, convert.fleet_status_to_pb, convert.fleet_status_from_pb),
+    ("explanation", explanations, convert.explanation_to_pb, convert.explanation_from_pb),
 ]
 
 

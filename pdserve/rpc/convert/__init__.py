@@ -1,7 +1,8 @@
 """The only place where protobuf meets dataclasses. `*_to_pb` never fails; `*_from_pb` raises InvalidRequest.
 
-values: keys, enums, sampling, usage, ledger. records: workers. work: router ↔ worker. transfer: P ↔ D.
-cluster: join stream, drain, worker status. public: the client API. The package's names are re-exported here.
+values: keys, enums, sampling, usage. ledger: the latency ledger. records: workers. work: router ↔ worker.
+transfer: P ↔ D. cluster: join stream, drain, worker status. public: the client API. The package's names are
+re-exported here.
 """
 
 from pdserve.rpc.convert.cluster import (
@@ -18,7 +19,15 @@ from pdserve.rpc.convert.cluster import (
     worker_state_from_pb,
     worker_state_to_pb,
 )
+from pdserve.rpc.convert.ledger import (
+    ledger_from_pb,
+    ledger_to_pb,
+    transfer_stats_from_pb,
+    transfer_stats_to_pb,
+)
 from pdserve.rpc.convert.public import (
+    explanation_from_pb,
+    explanation_to_pb,
     fleet_status_from_pb,
     fleet_status_to_pb,
     generate_from_pb,
@@ -51,8 +60,6 @@ from pdserve.rpc.convert.values import (
     finish_to_pb,
     key_from_pb,
     key_to_pb,
-    ledger_from_pb,
-    ledger_to_pb,
     mode_from_pb,
     mode_to_pb,
     outcome_from_pb,
@@ -61,8 +68,6 @@ from pdserve.rpc.convert.values import (
     role_to_pb,
     sampling_from_pb,
     sampling_to_pb,
-    transfer_stats_from_pb,
-    transfer_stats_to_pb,
     usage_from_pb,
     usage_to_pb,
 )
@@ -94,6 +99,8 @@ __all__ = [
     "decode_event_to_pb",
     "envelope_from_pb",
     "envelope_to_pb",
+    "explanation_from_pb",
+    "explanation_to_pb",
     "finish_from_pb",
     "finish_to_pb",
     "fleet_status_from_pb",

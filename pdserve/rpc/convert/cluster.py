@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 
 from pdserve.errors import InvalidRequest
 from pdserve.rpc.convert.records import (
@@ -12,7 +12,7 @@ from pdserve.rpc.convert.records import (
     worker_record_to_pb,
 )
 from pdserve.rpc.v1 import cluster_pb2 as pb
-from pdserve.types import WorkerLoad, WorkerRecord
+from pdserve.types import ClockSample, WorkerLoad, WorkerRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +25,12 @@ class Register:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """Sent regularly after Register. monotonic_s: the worker's own monotonic clock."""
+    """Sent regularly after Register. monotonic_s: the worker's own monotonic clock. sample: the round trip of
+    an earlier message, if it was answered since the last heartbeat."""
 
     load: WorkerLoad
     monotonic_s: float
+    sample: ClockSample | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +45,17 @@ JoinEvent = Register | Heartbeat | Leave
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinAnswer:
-    """Answer to Register and heartbeats. problem: why the worker was not accepted."""
+    """Answer to Register and heartbeats. problem: why the worker was not accepted.
+
+    echo_s: monotonic_s of what it answers. received_s, replied_s: the router's clock when that came, and now.
+    """
 
     router_id: str
     accepted: bool
     problem: str = ""
+    echo_s: float = 0.0
+    received_s: float = 0.0
+    replied_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +71,8 @@ class WorkerState:
 def join_event_to_pb(value: JoinEvent) -> pb.JoinRequest:
     match value:
         case Heartbeat():
-            beat = pb.Heartbeat(load=load_to_pb(value.load), monotonic_s=value.monotonic_s)
+            sample = None if value.sample is None else pb.ClockSample(**asdict(value.sample))
+            beat = pb.Heartbeat(load=load_to_pb(value.load), monotonic_s=value.monotonic_s, sample=sample)
             return pb.JoinRequest(heartbeat=beat)
         case Register():
             register = pb.Register(record=worker_record_to_pb(value.record), monotonic_s=value.monotonic_s)
@@ -77,7 +86,8 @@ def join_event_from_pb(message: pb.JoinRequest) -> JoinEvent:
     match message.WhichOneof("event"):
         case "heartbeat":
             beat = message.heartbeat
-            return Heartbeat(load=load_from_pb(beat.load), monotonic_s=beat.monotonic_s)
+            sample = _sample_from_pb(beat.sample) if beat.HasField("sample") else None
+            return Heartbeat(load=load_from_pb(beat.load), monotonic_s=beat.monotonic_s, sample=sample)
         case "register":
             register = message.register
             return Register(record=worker_record_from_pb(register.record), monotonic_s=register.monotonic_s)
@@ -87,12 +97,16 @@ def join_event_from_pb(message: pb.JoinRequest) -> JoinEvent:
             raise InvalidRequest.field("event", "is not set")
 
 
+def _sample_from_pb(message: pb.ClockSample) -> ClockSample:
+    return ClockSample(**{f.name: getattr(message, f.name) for f in fields(ClockSample)})
+
+
 def join_answer_to_pb(value: JoinAnswer) -> pb.JoinResponse:
-    return pb.JoinResponse(router_id=value.router_id, accepted=value.accepted, problem=value.problem)
+    return pb.JoinResponse(**asdict(value))
 
 
 def join_answer_from_pb(message: pb.JoinResponse) -> JoinAnswer:
-    return JoinAnswer(router_id=message.router_id, accepted=message.accepted, problem=message.problem)
+    return JoinAnswer(**{f.name: getattr(message, f.name) for f in fields(JoinAnswer)})
 
 
 def worker_state_to_pb(value: WorkerState) -> pb.GetWorkerStatusResponse:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from pdserve.api import (
     Admitted,
     ChatMessage,
     Chunk,
     End,
+    Explanation,
     FleetStatus,
     GenerateInput,
     ModelInfo,
@@ -16,6 +19,7 @@ from pdserve.api import (
     WorkerStatus,
 )
 from pdserve.errors import InvalidRequest
+from pdserve.rpc.convert.ledger import ledger_from_pb, ledger_to_pb
 from pdserve.rpc.convert.records import (
     limits_from_pb,
     limits_to_pb,
@@ -27,8 +31,6 @@ from pdserve.rpc.convert.records import (
 from pdserve.rpc.convert.values import (
     finish_from_pb,
     finish_to_pb,
-    ledger_from_pb,
-    ledger_to_pb,
     usage_from_pb,
     usage_to_pb,
 )
@@ -207,6 +209,20 @@ def _worker_status_from_pb(message: pb.WorkerStatus) -> WorkerStatus:
         heartbeat_age_s=message.heartbeat_age_s,
         suspect=message.suspect,
     )
+
+
+_EXPLAINED = tuple(f.name for f in fields(Explanation) if f.name not in ("usage", "ledger"))
+
+
+def explanation_to_pb(value: Explanation) -> pb.ExplainResponse:
+    plain = {name: getattr(value, name) for name in _EXPLAINED}
+    return pb.ExplainResponse(**plain, usage=usage_to_pb(value.usage), ledger=ledger_to_pb(value.ledger))
+
+
+def explanation_from_pb(message: pb.ExplainResponse) -> Explanation:
+    """Raises InvalidRequest."""
+    plain = {name: getattr(message, name) for name in _EXPLAINED}
+    return Explanation(**plain, usage=usage_from_pb(message.usage), ledger=ledger_from_pb(message.ledger))
 
 
 def fleet_status_to_pb(value: FleetStatus) -> pb.GetStatusResponse:

@@ -7,7 +7,18 @@ from dataclasses import fields
 from pdserve.errors import InvalidRequest
 from pdserve.rpc.convert.values import role_from_pb, role_to_pb
 from pdserve.rpc.v1 import common_pb2 as pb
-from pdserve.types import CapabilityRecord, ModelLimits, PeerRef, WorkerLoad, WorkerRecord
+from pdserve.types import (
+    AGE_LIMITS_S,
+    CapabilityRecord,
+    ModelLimits,
+    PageAges,
+    PeerRef,
+    UsedState,
+    WorkerLoad,
+    WorkerRecord,
+)
+
+_USED = {state.value: state for state in UsedState}
 
 
 def peer_to_pb(value: PeerRef) -> pb.PeerRef:
@@ -71,15 +82,24 @@ def limits_from_pb(message: pb.ModelLimits) -> ModelLimits:
     )
 
 
-_LOAD = tuple(f.name for f in fields(WorkerLoad))
+_LOAD = tuple(f.name for f in fields(WorkerLoad) if f.name != "page_ages")
 
 
 def load_to_pb(value: WorkerLoad) -> pb.WorkerLoad:
-    return pb.WorkerLoad(**{name: getattr(value, name) for name in _LOAD})
+    ages = [pb.PageAges(state=a.state.value, counts=a.counts) for a in value.page_ages]
+    return pb.WorkerLoad(**{name: getattr(value, name) for name in _LOAD}, page_ages=ages)
 
 
 def load_from_pb(message: pb.WorkerLoad) -> WorkerLoad:
-    return WorkerLoad(**{name: getattr(message, name) for name in _LOAD})
+    """Raises InvalidRequest for page ages of a state this version does not know."""
+    ages = tuple(_ages_from_pb(a) for a in message.page_ages)
+    return WorkerLoad(**{name: getattr(message, name) for name in _LOAD}, page_ages=ages)
+
+
+def _ages_from_pb(message: pb.PageAges) -> PageAges:
+    if message.state not in _USED or len(message.counts) != len(AGE_LIMITS_S) + 1:
+        raise InvalidRequest.field("page_ages", "has a state or ages this version does not know")
+    return PageAges(state=_USED[message.state], counts=tuple(message.counts))
 
 
 def worker_record_to_pb(value: WorkerRecord) -> pb.WorkerRecord:

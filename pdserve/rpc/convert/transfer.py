@@ -15,13 +15,12 @@ from pdserve.messages import (
     Renew,
     TransferMessage,
 )
+from pdserve.rpc.convert.ledger import ledger_from_pb, ledger_to_pb
 from pdserve.rpc.convert.values import (
     finish_from_pb,
     finish_to_pb,
     key_from_pb,
     key_to_pb,
-    ledger_from_pb,
-    ledger_to_pb,
     outcome_from_pb,
     outcome_to_pb,
 )
@@ -128,6 +127,7 @@ def _announce_to_pb(value: Announce) -> pb.Announce:
         valid_rows=value.valid_rows,
         content_key=value.content_key,
         digest=value.digest,
+        sealed_s=value.sealed_s,
     )
 
 
@@ -139,6 +139,7 @@ def _announce_from_pb(message: pb.Announce) -> Announce:
         valid_rows=message.valid_rows,
         content_key=message.content_key,
         digest=message.digest,
+        sealed_s=message.sealed_s,
     )
 
 

@@ -1,9 +1,8 @@
-"""Small values: keys, enums, sampling, usage and the ledger. Every other convert module builds on these."""
+"""Small values: keys, enums, sampling and usage. Every other convert module builds on these."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from enum import StrEnum
 from typing import TypeVar
 
@@ -14,10 +13,8 @@ from pdserve.types import (
     FinishReason,
     HandoverMode,
     Key,
-    Ledger,
     Role,
     SamplingParams,
-    TransferStats,
     Usage,
 )
 
@@ -153,24 +150,3 @@ def usage_from_pb(message: pb.Usage) -> Usage:
         cached_tokens=message.cached_tokens,
         completion_tokens=message.completion_tokens,
     )
-
-
-def transfer_stats_to_pb(value: TransferStats) -> pb.TransferStats:
-    return pb.TransferStats(**{f.name: getattr(value, f.name) for f in fields(TransferStats)})
-
-
-def transfer_stats_from_pb(message: pb.TransferStats) -> TransferStats:
-    return TransferStats(**{f.name: getattr(message, f.name) for f in fields(TransferStats)})
-
-
-_LEDGER_PLAIN = tuple(f.name for f in fields(Ledger) if f.name != "transfer")
-
-
-def ledger_to_pb(value: Ledger) -> pb.Ledger:
-    plain = {name: getattr(value, name) for name in _LEDGER_PLAIN}
-    return pb.Ledger(**plain, transfer=transfer_stats_to_pb(value.transfer))
-
-
-def ledger_from_pb(message: pb.Ledger) -> Ledger:
-    plain = {name: getattr(message, name) for name in _LEDGER_PLAIN}
-    return Ledger(**plain, transfer=transfer_stats_from_pb(message.transfer))

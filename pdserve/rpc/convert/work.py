@@ -6,14 +6,13 @@ from collections.abc import Iterable
 
 from pdserve.errors import InvalidRequest
 from pdserve.messages import Ended, Prefilled, PrefillRequest, Refusal, Refused, Reserve, Reserved, Token
+from pdserve.rpc.convert.ledger import ledger_from_pb, ledger_to_pb
 from pdserve.rpc.convert.records import peer_from_pb, peer_to_pb
 from pdserve.rpc.convert.values import (
     finish_from_pb,
     finish_to_pb,
     key_from_pb,
     key_to_pb,
-    ledger_from_pb,
-    ledger_to_pb,
     mode_from_pb,
     mode_to_pb,
     outcome_from_pb,
@@ -131,8 +130,7 @@ def decode_event_to_pb(value: DecodeEvent) -> decode_pb2.ReserveResponse:
     key = key_to_pb(value.key)
     match value:
         case Token():
-            token = decode_pb2.TokenOut(index=value.index, token_id=value.token_id)
-            return decode_pb2.ReserveResponse(key=key, token=token)
+            return decode_pb2.ReserveResponse(key=key, token=_token_to_pb(value))
         case Reserved():
             reserved = decode_pb2.Reserved(mode=mode_to_pb(value.mode), hit_tokens=value.hit_tokens)
             return decode_pb2.ReserveResponse(key=key, reserved=reserved)
@@ -150,7 +148,7 @@ def decode_event_from_pb(message: decode_pb2.ReserveResponse) -> DecodeEvent:
     key = key_from_pb(message.key)
     match message.WhichOneof("event"):
         case "token":
-            return Token(key=key, index=message.token.index, token_id=message.token.token_id)
+            return _token_from_pb(key, message.token)
         case "reserved":
             mode = mode_from_pb(message.reserved.mode)
             return Reserved(key=key, mode=mode, hit_tokens=message.reserved.hit_tokens)
@@ -160,6 +158,16 @@ def decode_event_from_pb(message: decode_pb2.ReserveResponse) -> DecodeEvent:
             return _ended_from_pb(key, message.ended)
         case _:
             raise InvalidRequest.field("event", "is not set")
+
+
+def _token_to_pb(value: Token) -> decode_pb2.TokenOut:
+    ledger = None if value.ledger is None else ledger_to_pb(value.ledger)
+    return decode_pb2.TokenOut(index=value.index, token_id=value.token_id, ledger=ledger)
+
+
+def _token_from_pb(key: Key, message: decode_pb2.TokenOut) -> Token:
+    ledger = ledger_from_pb(message.ledger) if message.HasField("ledger") else None
+    return Token(key=key, index=message.index, token_id=message.token_id, ledger=ledger)
 
 
 def _ended_to_pb(value: Ended) -> decode_pb2.Ended:

@@ -47,22 +47,60 @@ class Heartbeat(_message.Message):
 
     LOAD_FIELD_NUMBER: _builtins.int
     MONOTONIC_S_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
     monotonic_s: _builtins.float
     @_builtins.property
     def load(self) -> _common_pb2.WorkerLoad: ...
+    @_builtins.property
+    def sample(self) -> Global___ClockSample:
+        """The round trip of an earlier message of this stream, if it was answered since the last heartbeat."""
+
     def __init__(
         self,
         *,
         load: _common_pb2.WorkerLoad | None = ...,
         monotonic_s: _builtins.float = ...,
+        sample: Global___ClockSample | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "sample", b"sample"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "monotonic_s", b"monotonic_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "monotonic_s", b"monotonic_s", "sample", b"sample"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class ClockSample(_message.Message):
+    """The four stamps of a round trip: sent and answered by the worker's monotonic clock, received and replied by
+    the router's.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENT_S_FIELD_NUMBER: _builtins.int
+    RECEIVED_S_FIELD_NUMBER: _builtins.int
+    REPLIED_S_FIELD_NUMBER: _builtins.int
+    ANSWERED_S_FIELD_NUMBER: _builtins.int
+    sent_s: _builtins.float
+    received_s: _builtins.float
+    replied_s: _builtins.float
+    answered_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        sent_s: _builtins.float = ...,
+        received_s: _builtins.float = ...,
+        replied_s: _builtins.float = ...,
+        answered_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_s", b"answered_s", "received_s", b"received_s", "replied_s", b"replied_s", "sent_s", b"sent_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClockSample: _TypeAlias = ClockSample  # noqa: Y015
 
 @_typing.final
 class Leave(_message.Message):
@@ -120,20 +158,30 @@ class JoinResponse(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    ECHO_S_FIELD_NUMBER: _builtins.int
+    RECEIVED_S_FIELD_NUMBER: _builtins.int
+    REPLIED_S_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """Answers a Register; later messages answer heartbeats."""
     accepted: _builtins.bool
     problem: _builtins.str
+    echo_s: _builtins.float
+    """monotonic_s of the message that this answers, and the router's monotonic clock when it came and now."""
+    received_s: _builtins.float
+    replied_s: _builtins.float
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
         accepted: _builtins.bool = ...,
         problem: _builtins.str = ...,
+        echo_s: _builtins.float = ...,
+        received_s: _builtins.float = ...,
+        replied_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "problem", b"problem", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "echo_s", b"echo_s", "problem", b"problem", "received_s", b"received_s", "replied_s", b"replied_s", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

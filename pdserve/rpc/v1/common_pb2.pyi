@@ -101,6 +101,42 @@ OUTCOME_SOURCE_CORRUPT: Outcome.ValueType  # 7
 OUTCOME_UNKNOWN: Outcome.ValueType  # 8
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
+class _Phase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PHASE_UNSPECIFIED: _Phase.ValueType  # 0
+    PHASE_TOKENISE: _Phase.ValueType  # 1
+    PHASE_QUEUE: _Phase.ValueType  # 2
+    PHASE_DISPATCH: _Phase.ValueType  # 3
+    PHASE_PREFILL_QUEUE: _Phase.ValueType  # 4
+    PHASE_COMPUTE: _Phase.ValueType  # 5
+    PHASE_ANNOUNCE: _Phase.ValueType  # 6
+    PHASE_WIRE: _Phase.ValueType  # 7
+    PHASE_VERIFY: _Phase.ValueType  # 8
+    PHASE_ADMIT: _Phase.ValueType  # 9
+    PHASE_RETURN: _Phase.ValueType  # 10
+    PHASE_FIRST_STEP: _Phase.ValueType  # 11
+
+class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
+    """Where a request's time goes; docs/ledger.md says which stamps begin and end each."""
+
+PHASE_UNSPECIFIED: Phase.ValueType  # 0
+PHASE_TOKENISE: Phase.ValueType  # 1
+PHASE_QUEUE: Phase.ValueType  # 2
+PHASE_DISPATCH: Phase.ValueType  # 3
+PHASE_PREFILL_QUEUE: Phase.ValueType  # 4
+PHASE_COMPUTE: Phase.ValueType  # 5
+PHASE_ANNOUNCE: Phase.ValueType  # 6
+PHASE_WIRE: Phase.ValueType  # 7
+PHASE_VERIFY: Phase.ValueType  # 8
+PHASE_ADMIT: Phase.ValueType  # 9
+PHASE_RETURN: Phase.ValueType  # 10
+PHASE_FIRST_STEP: Phase.ValueType  # 11
+Global___Phase: _TypeAlias = Phase  # noqa: Y015
+
 @_typing.final
 class Key(_message.Message):
     """Authority over a request: ordered by (term, epoch) within one request id."""
@@ -318,6 +354,12 @@ class Ledger(_message.Message):
     DECODE_S_FIELD_NUMBER: _builtins.int
     NUM_RETRACTIONS_FIELD_NUMBER: _builtins.int
     TRANSFER_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    CLOCKS_FIELD_NUMBER: _builtins.int
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    RESIDUAL_S_FIELD_NUMBER: _builtins.int
+    HANDOVER_S_FIELD_NUMBER: _builtins.int
+    WIRE_HIDDEN_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     decode_worker: _builtins.str
     prefill_computed_tokens: _builtins.int
@@ -329,8 +371,21 @@ class Ledger(_message.Message):
     transfer_s: _builtins.float
     decode_s: _builtins.float
     num_retractions: _builtins.int
+    ttft_s: _builtins.float
+    residual_s: _builtins.float
+    """ttft_s less the sum of the spans on its path."""
+    handover_s: _builtins.float
+    """Last chunk computed to first decode step begun."""
+    wire_hidden: _builtins.float
+    """Share of the wire time that lies before the last chunk's end."""
     @_builtins.property
     def transfer(self) -> Global___TransferStats: ...
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]: ...
+    @_builtins.property
+    def clocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClockOffset]:
+        """What the router converted the spans with."""
+
     def __init__(
         self,
         *,
@@ -346,14 +401,107 @@ class Ledger(_message.Message):
         decode_s: _builtins.float = ...,
         num_retractions: _builtins.int = ...,
         transfer: Global___TransferStats | None = ...,
+        spans: _abc.Iterable[Global___Span] | None = ...,
+        clocks: _abc.Iterable[Global___ClockOffset] | None = ...,
+        ttft_s: _builtins.float | None = ...,
+        residual_s: _builtins.float | None = ...,
+        handover_s: _builtins.float | None = ...,
+        wire_hidden: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["transfer", b"transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_handover_s", b"_handover_s", "_residual_s", b"_residual_s", "_ttft_s", b"_ttft_s", "_wire_hidden", b"_wire_hidden", "handover_s", b"handover_s", "residual_s", b"residual_s", "transfer", b"transfer", "ttft_s", b"ttft_s", "wire_hidden", b"wire_hidden"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_computed_prompt_tokens", b"decode_computed_prompt_tokens", "decode_hit_tokens", b"decode_hit_tokens", "decode_s", b"decode_s", "decode_worker", b"decode_worker", "num_retractions", b"num_retractions", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_compute_s", b"prefill_compute_s", "prefill_computed_tokens", b"prefill_computed_tokens", "prefill_queue_s", b"prefill_queue_s", "prefill_worker", b"prefill_worker", "transfer", b"transfer", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_handover_s", b"_handover_s", "_residual_s", b"_residual_s", "_ttft_s", b"_ttft_s", "_wire_hidden", b"_wire_hidden", "clocks", b"clocks", "decode_computed_prompt_tokens", b"decode_computed_prompt_tokens", "decode_hit_tokens", b"decode_hit_tokens", "decode_s", b"decode_s", "decode_worker", b"decode_worker", "handover_s", b"handover_s", "num_retractions", b"num_retractions", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_compute_s", b"prefill_compute_s", "prefill_computed_tokens", b"prefill_computed_tokens", "prefill_queue_s", b"prefill_queue_s", "prefill_worker", b"prefill_worker", "residual_s", b"residual_s", "spans", b"spans", "transfer", b"transfer", "transfer_s", b"transfer_s", "ttft_s", b"ttft_s", "wire_hidden", b"wire_hidden"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__handover_s: _TypeAlias = _typing.Literal["handover_s"]  # noqa: Y015
+    _WhichOneofArgType__handover_s: _TypeAlias = _typing.Literal["_handover_s", b"_handover_s"]  # noqa: Y015
+    _WhichOneofReturnType__residual_s: _TypeAlias = _typing.Literal["residual_s"]  # noqa: Y015
+    _WhichOneofArgType__residual_s: _TypeAlias = _typing.Literal["_residual_s", b"_residual_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
+    _WhichOneofReturnType__wire_hidden: _TypeAlias = _typing.Literal["wire_hidden"]  # noqa: Y015
+    _WhichOneofArgType__wire_hidden: _TypeAlias = _typing.Literal["_wire_hidden", b"_wire_hidden"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__handover_s) -> _WhichOneofReturnType__handover_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__residual_s) -> _WhichOneofReturnType__residual_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_s) -> _WhichOneofReturnType__ttft_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__wire_hidden) -> _WhichOneofReturnType__wire_hidden | None: ...
+
+Global___Ledger: _TypeAlias = Ledger  # noqa: Y015
+
+@_typing.final
+class Span(_message.Message):
+    """One stretch of a phase, by the monotonic clocks named ("" is the router's)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: _builtins.int
+    BEGIN_S_FIELD_NUMBER: _builtins.int
+    END_S_FIELD_NUMBER: _builtins.int
+    BEGIN_CLOCK_FIELD_NUMBER: _builtins.int
+    END_CLOCK_FIELD_NUMBER: _builtins.int
+    ON_PATH_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    SUM_S_FIELD_NUMBER: _builtins.int
+    phase: Global___Phase.ValueType
+    begin_s: _builtins.float
+    end_s: _builtins.float
+    begin_clock: _builtins.str
+    end_clock: _builtins.str
+    on_path: _builtins.bool
+    """Part of the way to the first token."""
+    count: _builtins.int
+    """Pages, or rows of a chunk."""
+    sum_s: _builtins.float
+    """Of its parts' own lengths."""
+    def __init__(
+        self,
+        *,
+        phase: Global___Phase.ValueType = ...,
+        begin_s: _builtins.float = ...,
+        end_s: _builtins.float = ...,
+        begin_clock: _builtins.str = ...,
+        end_clock: _builtins.str = ...,
+        on_path: _builtins.bool = ...,
+        count: _builtins.int = ...,
+        sum_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_clock", b"begin_clock", "begin_s", b"begin_s", "count", b"count", "end_clock", b"end_clock", "end_s", b"end_s", "on_path", b"on_path", "phase", b"phase", "sum_s", b"sum_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Ledger: _TypeAlias = Ledger  # noqa: Y015
+Global___Span: _TypeAlias = Span  # noqa: Y015
+
+@_typing.final
+class ClockOffset(_message.Message):
+    """Add offset_s to a worker's monotonic time to get the router's, plus or minus uncertainty_s."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    OFFSET_S_FIELD_NUMBER: _builtins.int
+    UNCERTAINTY_S_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    offset_s: _builtins.float
+    uncertainty_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        offset_s: _builtins.float = ...,
+        uncertainty_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset_s", b"offset_s", "uncertainty_s", b"uncertainty_s", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClockOffset: _TypeAlias = ClockOffset  # noqa: Y015
 
 @_typing.final
 class CapabilityRecord(_message.Message):
@@ -450,6 +598,9 @@ class WorkerLoad(_message.Message):
     WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
+    PAGE_AGES_FIELD_NUMBER: _builtins.int
+    TRANSFER_PAGES_FIELD_NUMBER: _builtins.int
+    PEAK_TRANSFER_PAGES_FIELD_NUMBER: _builtins.int
     num_pages: _builtins.int
     free_pages: _builtins.int
     evictable_pages: _builtins.int
@@ -463,6 +614,13 @@ class WorkerLoad(_message.Message):
     waiting_tokens: _builtins.int
     draining: _builtins.bool
     ready: _builtins.bool
+    transfer_pages: _builtins.int
+    """Pages held for transfers, now and at most."""
+    peak_transfer_pages: _builtins.int
+    @_builtins.property
+    def page_ages(self) -> _containers.RepeatedCompositeFieldContainer[Global___PageAges]:
+        """Pages that are neither free nor evictable, by use and age."""
+
     def __init__(
         self,
         *,
@@ -479,14 +637,43 @@ class WorkerLoad(_message.Message):
         waiting_tokens: _builtins.int = ...,
         draining: _builtins.bool = ...,
         ready: _builtins.bool = ...,
+        page_ages: _abc.Iterable[Global___PageAges] | None = ...,
+        transfer_pages: _builtins.int = ...,
+        peak_transfer_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "filling_pages", b"filling_pages", "free_pages", b"free_pages", "num_pages", b"num_pages", "num_running", b"num_running", "num_waiting", b"num_waiting", "quarantined_pages", b"quarantined_pages", "ready", b"ready", "reserved_pages", b"reserved_pages", "retiring_pages", b"retiring_pages", "sealed_pages", b"sealed_pages", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "filling_pages", b"filling_pages", "free_pages", b"free_pages", "num_pages", b"num_pages", "num_running", b"num_running", "num_waiting", b"num_waiting", "page_ages", b"page_ages", "peak_transfer_pages", b"peak_transfer_pages", "quarantined_pages", b"quarantined_pages", "ready", b"ready", "reserved_pages", b"reserved_pages", "retiring_pages", b"retiring_pages", "sealed_pages", b"sealed_pages", "transfer_pages", b"transfer_pages", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class PageAges(_message.Message):
+    """Pages in one use by how long they have been: below 1 s, 10 s, 60 s, and older."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    """"granted", "filling", "held", "retiring" or "quarantined"."""
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        state: _builtins.str = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageAges: _TypeAlias = PageAges  # noqa: Y015
 
 @_typing.final
 class WorkerRecord(_message.Message):

@@ -135,17 +135,23 @@ class TokenOut(_message.Message):
 
     INDEX_FIELD_NUMBER: _builtins.int
     TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LEDGER_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     token_id: _builtins.int
+    @_builtins.property
+    def ledger(self) -> _common_pb2.Ledger:
+        """With the first token of a try only: what was done until then."""
+
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
         token_id: _builtins.int = ...,
+        ledger: _common_pb2.Ledger | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "ledger", b"ledger", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -492,3 +492,87 @@ class GetStatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    TOTAL_S_FIELD_NUMBER: _builtins.int
+    LEDGER_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    client_request_id: _builtins.str
+    state: _builtins.str
+    """"queued", "reserving", "reserved", "running", "stopping" or "done"."""
+    waiting_for: _builtins.str
+    """What it waits for now, in words; empty when done."""
+    outcome: _builtins.str
+    """A finish reason or an error label; empty before the end."""
+    message: _builtins.str
+    """The error's sentence, if there is one."""
+    prefill_worker: _builtins.str
+    decode_worker: _builtins.str
+    max_tokens: _builtins.int
+    epochs: _builtins.int
+    age_s: _builtins.float
+    """Seconds since the request came, and what it took in all once it is done."""
+    total_s: _builtins.float
+    @_builtins.property
+    def usage(self) -> _common_pb2.Usage: ...
+    @_builtins.property
+    def ledger(self) -> _common_pb2.Ledger: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        client_request_id: _builtins.str = ...,
+        state: _builtins.str = ...,
+        waiting_for: _builtins.str = ...,
+        outcome: _builtins.str = ...,
+        message: _builtins.str = ...,
+        prefill_worker: _builtins.str = ...,
+        decode_worker: _builtins.str = ...,
+        usage: _common_pb2.Usage | None = ...,
+        max_tokens: _builtins.int = ...,
+        epochs: _builtins.int = ...,
+        age_s: _builtins.float = ...,
+        total_s: _builtins.float = ...,
+        ledger: _common_pb2.Ledger | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "client_request_id", b"client_request_id", "decode_worker", b"decode_worker", "epochs", b"epochs", "ledger", b"ledger", "max_tokens", b"max_tokens", "message", b"message", "outcome", b"outcome", "prefill_worker", b"prefill_worker", "request_id", b"request_id", "state", b"state", "total_s", b"total_s", "usage", b"usage", "waiting_for", b"waiting_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015

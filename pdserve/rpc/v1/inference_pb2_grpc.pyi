@@ -39,6 +39,8 @@ class InferenceServiceStub:
     """Ends a request by its id, from any connection of the same tenant."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
     GetStatus: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetStatusRequest, _inference_pb2.GetStatusResponse]
+    Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]
+    """Where one request's time went, or what it waits for now. Of the last 1,000 requests of the same tenant."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -51,6 +53,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Ends a request by its id, from any connection of the same tenant."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]  # type: ignore[assignment]
     GetStatus: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetStatusRequest, _inference_pb2.GetStatusResponse]  # type: ignore[assignment]
+    Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Where one request's time went, or what it waits for now. Of the last 1,000 requests of the same tenant."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """What clients speak. Served by the router."""
@@ -84,5 +88,13 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetStatusResponse, _abc.Awaitable[_inference_pb2.GetStatusResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _inference_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ExplainResponse, _abc.Awaitable[_inference_pb2.ExplainResponse]]:
+        """Where one request's time went, or what it waits for now. Of the last 1,000 requests of the same tenant."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -84,10 +84,13 @@ class Announce(_message.Message):
     VALID_ROWS_FIELD_NUMBER: _builtins.int
     CONTENT_KEY_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    SEALED_S_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     valid_rows: _builtins.int
     content_key: _builtins.bytes
     digest: _builtins.bytes
+    sealed_s: _builtins.float
+    """When the page was sealed, by the sender's monotonic clock; for the latency ledger only."""
     @_builtins.property
     def key(self) -> _common_pb2.Key: ...
     @_builtins.property
@@ -101,10 +104,11 @@ class Announce(_message.Message):
         valid_rows: _builtins.int = ...,
         content_key: _builtins.bytes = ...,
         digest: _builtins.bytes = ...,
+        sealed_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "page", b"page"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_key", b"content_key", "digest", b"digest", "index", b"index", "key", b"key", "page", b"page", "valid_rows", b"valid_rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_key", b"content_key", "digest", b"digest", "index", b"index", "key", b"key", "page", b"page", "sealed_s", b"sealed_s", "valid_rows", b"valid_rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
