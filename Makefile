@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install serve test test-full lint proto proto-check bench clean
+.PHONY: help install serve test test-full simulate lint proto proto-check bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make serve       start everything on this machine: Ray, workers, router (ARGS=... as for pdserve up)"
 	@echo "make test        the test suite, under 15 minutes on two cores (ARGS=... as for pytest)"
 	@echo "make test-full   full matrices, long fuzzing, storms: about 90 minutes"
+	@echo "make simulate    the fleet under simulated faults (SEEDS=100000; SEED=7 replays one with its trace)"
 	@echo "make lint        ruff, mypy, import contracts, buf"
 	@echo "make proto       regenerate pdserve/rpc/v1 from protos/; proto-check fails on a difference"
 	@echo "make bench       the benchmark table, beside the peers (ARGS=... as for the runner)"
@@ -31,6 +32,10 @@ test: $(STAMP)
 
 test-full: $(STAMP)
 	PDSERVE_TEST_REPORT=1 $(BIN)/pytest --durations=30 $(ARGS)
+
+SEEDS ?= 100000
+simulate: $(STAMP)
+	$(BIN)/python -m tests.simulation.run $(if $(SEED),--seed $(SEED) --trace,--seeds $(SEEDS)) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

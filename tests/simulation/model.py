@@ -1,52 +1,57 @@
-"""The simulated "model" and its "KV": every row is a hash of the token prefix it was computed from.
+"""The simulated "model" and its "KV": a row names the whole token prefix that it was computed from.
 
-So a stream has one right answer, and a row under the wrong request, position or prefix is seen at once (S1).
+Prefixes are interned, by tenant: row n is the number of (row of the prefix before it, token). So a row
+under the wrong request, position, prefix or tenant is another number and is seen at once (S1), and
+comparing a page is comparing a few integers. A greedy stream has one right answer; a sampled one depends
+on who sampled it, so that a delivered token that somebody samples again shows.
 """
 
 from __future__ import annotations
 
-import hashlib
-from typing import Any
+from collections.abc import Sequence
 
 VOCAB = 1000
 END_TOKEN = 0
+ENDS_ONE_IN = 41
 
 
-def row_hash(tokens: tuple[int, ...]) -> int:
-    """What the "KV row" of the last of these tokens is: it depends on the whole prefix, as real KV does."""
-    return int.from_bytes(hashlib.blake2b(repr(tokens).encode(), digest_size=8).digest())
+class Texts:
+    """All prefixes of one run. Row numbers are above 0; 0 is memory that nobody wrote."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[int | str, int], int] = {}
+        self._roots: dict[str, int] = {}
+
+    def root(self, tenant: str) -> int:
+        """What the first token of a tenant's prompts is chained to."""
+        return self._roots.setdefault(tenant, -1 - len(self._roots))
+
+    def row(self, before: int, token: int) -> int:
+        """The row of a token after the prefix that ends with row `before`."""
+        return self._rows.setdefault((before, token), len(self._rows) + 1)
+
+    def chain(self, tenant: str, tokens: Sequence[int]) -> list[int]:
+        """The rows of all tokens."""
+        row, rows = self.root(tenant), []
+        for token in tokens:
+            row = self.row(row, token)
+            rows.append(row)
+        return rows
 
 
-def next_token(tokens: tuple[int, ...]) -> int:
-    """The "model": greedy next token after these."""
-    return row_hash(tokens) % VOCAB
+def sample(row: int, sampler: int) -> int:
+    """The token after a prefix. sampler: 0 is greedy; others give another text each."""
+    mixed = hash((row, sampler, 7919))
+    return END_TOKEN if mixed % ENDS_ONE_IN == 0 else 1 + mixed % (VOCAB - 1)
 
 
-def reference(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """The one right answer of a request."""
-    tokens = prompt
-    while len(tokens) - len(prompt) < max_tokens:
-        tokens = (*tokens, next_token(tokens))
-        if tokens[-1] == END_TOKEN:
+def reference(texts: Texts, tenant: str, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
+    """The one right answer of a greedy request."""
+    row = texts.chain(tenant, prompt)[-1]
+    answer: list[int] = []
+    while len(answer) < max_tokens:
+        answer.append(sample(row, 0))
+        if answer[-1] == END_TOKEN:
             break
-    return tokens[len(prompt) :]
-
-
-ROWS: dict[int, tuple[int, ...]] = {}
-
-
-def make_row(prefix: tuple[int, ...]) -> int:
-    """A row's value; remembers which prefix made it, so that a reader of the row can be checked."""
-    value = row_hash(prefix)
-    ROWS[value] = prefix
-    return value
-
-
-def token_of(value: int, row: int, content: Any, pages: tuple[int, ...], size: int) -> int:
-    """The token of a row. Breaks if the row was computed for another position or another prefix (S1)."""
-    prefix = ROWS[value]
-    assert len(prefix) == row + 1, "a row of another position"
-    if row:
-        before = content[pages[(row - 1) // size]][(row - 1) % size]
-        assert ROWS[before] == prefix[:-1], "KV of another prefix under this request"
-    return prefix[-1]
+        row = texts.row(row, answer[-1])
+    return tuple(answer)

@@ -1,0 +1,203 @@
+"""The simulated data plane: pool memory, and page reads that take time, in parts, with the checks of shm
+and tcp.
+
+A read has two touches of its target. Between them the source may be freed, reused and overwritten, its
+owner may die or be stopped, and the reading process too. Until a read has ended it writes its target,
+whatever was cancelled.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtransfer.effects import StartRead
+from kvtransfer.transport import ReadStatus
+from pdserve.kvcache.allocator import Holder, HolderKind
+from tests.simulation.bias import LEASE_S, STALL_S
+
+if TYPE_CHECKING:
+    from tests.simulation.process import Process
+
+
+class Memory:
+    """A pool's bytes: rows by page, and the mapped header's generations. Outlives its process where
+    mapped."""
+
+    def __init__(self, num_pages: int, page_size: int, pool_id: int) -> None:
+        self.rows = [[0] * page_size for _ in range(num_pages)]
+        self.generations = [0] * num_pages
+        self.page_size, self.pool_id = page_size, pool_id
+
+    def digest(self, page: int, index: int, valid_rows: int) -> bytes:
+        """16 bytes over what a page is and its rows."""
+        first = hash((index, valid_rows, *self.rows[page]))
+        return first.to_bytes(8, "big", signed=True) * 2
+
+    def copy(self, page: int, source: list[int], start: int, end: int) -> None:
+        self.rows[page][start:end] = source[start:end]
+
+
+class Read:
+    """One page read of a decode worker. Ends exactly once, with `finish`."""
+
+    def __init__(self, reader: Process, source: Process | None, effect: StartRead, path: str) -> None:
+        self.reader, self.source, self.effect, self.path = reader, source, effect, path
+        self.moving = self.ended = False
+        self.started_at = reader.world.now
+        self.struck = ""  # a fault that explains a mismatch
+        self._pin = ""
+        self.duration = reader.read_duration(effect)
+        self.half = reader.memory.page_size // 2
+
+    def start(self) -> None:
+        wait = self.reader.world.rng.uniform(0.0001, 0.003)
+        if self.source is None:
+            self.reader.later(wait, lambda: self.finish(ReadStatus.FAILED))
+        elif self.path == "shm":
+            self.reader.later(wait, self._shm_begin)
+        else:
+            self._ask()
+
+    def cancel(self) -> None:
+        """Ends a read that does not move yet; a moving one goes on."""
+        if not self.moving and not self.ended:
+            self.reader.later(0.0, lambda: self.finish(ReadStatus.FAILED))
+
+    def finish(self, status: ReadStatus, digest: bytes = b"") -> None:
+        """The transport reports the end: from now on nothing touches the target."""
+        if not self.ended:
+            self.ended = True
+            self.reader.read_ended(self, status, digest)
+
+    # -- shm ------------------------------------------------------------------------------------------------
+
+    def _same_generation(self) -> bool:
+        assert self.source is not None
+        name = self.effect.source
+        masked = self.reader.world.masked("generation")
+        return masked or self.source.memory.generations[name.page] == name.generation
+
+    def _shm_begin(self) -> None:
+        assert self.source is not None
+        if self.ended:
+            return
+        if not self.source.alive:  # its socket is closed: no new attach, though the mapping is still there
+            self.finish(ReadStatus.FAILED)
+        elif not self._same_generation():
+            self.finish(ReadStatus.STALE)
+        else:
+            self._first_half()
+            self.reader.maybe_stop_between_check_and_act()
+            self.reader.later(self.duration, self._shm_end)
+
+    def _first_half(self) -> None:
+        assert self.source is not None
+        self.moving = True
+        rows = self.source.memory.rows[self.effect.source.page]
+        self.reader.memory.copy(self.effect.target_page, rows, 0, self.half)
+
+    def _second_half(self) -> None:
+        assert self.source is not None
+        rows = self.source.memory.rows[self.effect.source.page]
+        memory, target = self.reader.memory, self.effect.target_page
+        memory.copy(target, rows, self.half, memory.page_size)
+        if self.reader.fleet.corrupts(self.reader.name, self.source.name):
+            self.struck = "corrupt_wire"
+            memory.rows[target][0] = -memory.rows[target][0] - 1
+
+    def _shm_end(self) -> None:
+        self._second_half()
+        if self._same_generation():
+            self._verify()
+        else:
+            self.finish(ReadStatus.STALE)
+
+    def _verify(self) -> None:
+        effect, memory = self.effect, self.reader.memory
+        got = memory.digest(effect.target_page, effect.index, effect.valid_rows)
+        good = got == effect.digest or self.reader.world.masked("digest")
+        self.finish(ReadStatus.GOOD if good else ReadStatus.MISMATCH, got)
+
+    # -- tcp ------------------------------------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        assert self.source is not None
+        reader, source = self.reader, self.source
+        reader.later(STALL_S + self.duration, self._stalled)
+        reader.fleet.network.stream(reader.name, source.name, lambda: source.later(0.0, self._serve))
+        if not source.alive:
+            reader.later(0.01, self._lost)
+
+    def _lost(self) -> None:
+        """The connection broke: nothing more arrives, and nothing touches the target."""
+        self.finish(ReadStatus.FAILED)
+
+    def _stalled(self) -> None:
+        if self.source is not None and (self.source.unreachable_by(self.reader) or not self.moving):
+            self._lost()
+
+    def _serve(self) -> None:
+        source, effect = self.source, self.effect
+        assert source is not None
+        name, world = effect.source, source.world
+        if self.ended:
+            return self._answer(ReadStatus.FAILED)
+        if not world.masked("ticket") and not source.prefill.authorise(
+            effect.ticket, effect.key, source.now()
+        ):
+            return self._answer(ReadStatus.FAILED)
+        held = Holder(HolderKind.TRANSFER, str(effect.key)) in source.pages.holders(name.page)
+        generation = world.masked("generation") or source.pages.generation(name.page) == name.generation
+        if name.pool_id != source.memory.pool_id or not held or not generation:
+            return self._answer(ReadStatus.STALE)
+        if not world.masked("pin"):
+            self._pin = f"tcp:{effect.read_id}:{self.reader.name}"
+            source.pages.hold(name.page, Holder(HolderKind.IO, self._pin))
+        source.later(world.rng.uniform(0.0, 0.002), self._send_first)
+        return None
+
+    def _answer(self, status: ReadStatus) -> None:
+        assert self.source is not None
+        self._to_reader(lambda: self.finish(status))
+
+    def _to_reader(self, what) -> None:
+        source, reader = self.source, self.reader
+        source.fleet.network.stream(source.name, reader.name, lambda: reader.later(0.0, what))
+
+    def _send_first(self) -> None:
+        source = self.source
+        assert source is not None
+        first = source.memory.rows[self.effect.source.page][: self.half]
+        self._to_reader(lambda: self._receive_first(first))
+        source.later(self.duration, self._send_rest)
+
+    def _send_rest(self) -> None:
+        source = self.source
+        assert source is not None
+        rows = list(source.memory.rows[self.effect.source.page])
+        self._to_reader(lambda: self._receive_rest(rows))
+        if self._pin:
+            pin, page = Holder(HolderKind.IO, self._pin), self.effect.source.page
+            source.feed(lambda now: source.pages.drop(page, pin) or [])
+
+    def _receive_first(self, rows: list[int]) -> None:
+        if not self.ended:
+            self.moving = True
+            self.reader.memory.copy(self.effect.target_page, rows, 0, self.half)
+            self.reader.maybe_stop_between_check_and_act()
+
+    def _receive_rest(self, rows: list[int]) -> None:
+        if self.ended:
+            return
+        memory, target = self.reader.memory, self.effect.target_page
+        memory.copy(target, rows, self.half, memory.page_size)
+        assert self.source is not None
+        if self.reader.fleet.corrupts(self.reader.name, self.source.name):
+            self.struck = "corrupt_wire"
+            memory.rows[target][0] = -memory.rows[target][0] - 1
+        self._verify()
+
+
+def may_outlast_lease(rng_value: float) -> float:
+    """A read's length under the bias "I/O longer than the lease": 0.8 to 2.6 leases."""
+    return LEASE_S * (0.8 + 1.8 * rng_value)
