@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvtransfer import effects as fx
-from pdserve.messages import Ended, Outcome, PrefillRequest, Refusal, Refused, Reserve
+from pdserve.messages import Ended, Outcome, PrefillRequest, Refused, Reserve
 from pdserve.types import Key
 
 if TYPE_CHECKING:
@@ -26,63 +26,59 @@ class Calls:
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._decode: dict[Key, Call | None] = {}
+        self._decode: dict[Key, list[Call]] = {}
         self._prefill: dict[Key, list[Call]] = {}
 
     @property
     def num_open(self) -> int:
         return len(self._decode) + len(self._prefill)
 
-    def reserve(self, message: Reserve, call: Call | None) -> None:
-        """call: None for a replay that nobody waits for."""
+    def reserve(self, message: Reserve, call: Call) -> None:
+        """The same key on a second stream hears everything again, on both."""
         process, key = self._process, message.key
-        if key in self._decode:
-            if call is not None:
-                call.hear(Refused(key=key, reason=Refusal.OUTDATED_KEY, detail="this try is running"))
-            return
-        if call is not None and call.broken:
-            return
-        self._decode[key] = call
+        self._decode.setdefault(key, []).append(call)
         process.fleet.judge.told(process, key, higher=True)
         process.feed(lambda now: process.decode.reserve(message, now))
 
-    def prefill(self, message: PrefillRequest, call: Call | None) -> None:
+    def prefill(self, message: PrefillRequest, call: Call) -> None:
         process, key = self._process, message.key
-        if call is not None:
-            if call.broken:
-                return
-            self._prefill.setdefault(key, []).append(call)
+        self._prefill.setdefault(key, []).append(call)
         process.feed(lambda now: process.prefill.prefill(message, now))
 
     def answer(self, effect: fx.AnswerPrefill | fx.AnswerDecode) -> None:
-        """The core answers: it goes to the call that waits, if one does."""
+        """The core answers: it goes to every call that waits."""
         process, key, message = self._process, effect.key, effect.message
         process.fleet.judge.said(process, effect)
         process.world.note(process.name, "→ router:", message)
         if isinstance(effect, fx.AnswerPrefill):
-            for call in self._prefill.pop(key, []):
-                call.hear(message)
-            return
-        call = self._decode.get(key)
-        if isinstance(message, Refused | Ended):
-            self._decode.pop(key, None)
-        if call is not None:
+            waiting = self._prefill.pop(key, [])
+        elif isinstance(message, Refused | Ended):
+            waiting = self._decode.pop(key, [])
+        else:
+            waiting = self._decode.get(key, [])
+        for call in waiting:
             call.hear(message)
 
     def broken(self, call: Call) -> None:
-        """A stream broke while it was open here: that is a cancel."""
+        """A stream broke while it was open here. When it was the key's last, that is a cancel."""
         process, key = self._process, call.key
         if call.kind == "decode":
-            if self._decode.get(key) is not call:
-                return
-            del self._decode[key]
-            process.fleet.judge.told(process, key)
-            process.feed(lambda now: process.decode.cancel(key, now)[1])
+            if self._forget(self._decode, call):
+                process.fleet.judge.told(process, key)
+                process.feed(lambda now: process.decode.cancel(key, now)[1])
         elif call in self._prefill.get(key, []):
-            self._prefill[key].remove(call)
-            if not self._prefill[key]:
-                del self._prefill[key]
+            self._forget(self._prefill, call)
             process.feed(lambda now: process.prefill.cancel(key, now)[1])
+
+    def _forget(self, calls: dict[Key, list[Call]], call: Call) -> bool:
+        """Whether that was the last one of its key that waited."""
+        waiting = calls.get(call.key, [])
+        if call not in waiting:
+            return False
+        waiting.remove(call)
+        if not waiting:
+            del calls[call.key]
+        return not waiting
 
     def cancel(self, kind: str, key: Key, incarnation: int, reply: Reply) -> None:
         """CancelDecode or CancelPrefill. Another incarnation's is refused."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pdserve.kvcache.allocator import CACHE, Holder, HolderKind
-from pdserve.messages import Announce, Reserve, TransferMessage
+from pdserve.messages import Announce, TransferMessage
 from pdserve.types import Role
 from tests.simulation.bias import KEEPALIVE_S, KINDS, LEASE_S
 from tests.simulation.router_calls import ROUTER
@@ -19,7 +19,6 @@ from tests.simulation.router_calls import ROUTER
 if TYPE_CHECKING:
     from tests.simulation.fleet import Fleet
     from tests.simulation.process import Process
-    from tests.simulation.router_calls import Call
 
 STORM_S = 14.0
 LATE_STREAM_S = 0.3
@@ -34,7 +33,7 @@ class Faults:
         self._poisoned: set[str] = set()
         self._forging: Counter[str] = Counter()
         self._flipped: set[int] = set()
-        self._replaying = 0.0
+        self._replaying = -1.0
 
     def plan(self) -> None:
         """Draws the run's episodes. Called once the fleet stands."""
@@ -238,19 +237,12 @@ class Faults:
     def _replay(self) -> None:
         self._replaying = self._world.now + self._length(2.0)
 
-    def maybe_replay(self, message: Any, call: Call) -> None:
-        """A call that arrived may come a second time, from nobody who waits."""
+    def replay_after(self) -> float | None:
+        """When a call that arrived just now comes a second time; None: not at all."""
         rng, world = self._world.rng, self._world
         if world.calm or world.now > self._replaying or rng.random() < 0.5:
-            return
-        process = self._fleet.processes[call.peer.worker_id]
-        kind = "reserve" if isinstance(message, Reserve) else "prefill"
-
-        def again() -> None:
-            world.fault("replay", process.name, f"{kind} {message.key}")
-            getattr(process.calls, kind)(message, None)
-
-        process.later(rng.uniform(0.0, 2 * LEASE_S), again)
+            return None
+        return rng.uniform(0.0, 2 * LEASE_S)
 
     def _forge(self) -> None:
         """A prefill worker announces pages of other texts for a while, as one with a broken index would."""

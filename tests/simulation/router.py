@@ -13,7 +13,7 @@ from pdserve.errors import Overloaded
 from pdserve.messages import PrefillRequest, Reserve
 from pdserve.types import PeerRef, SamplingParams, WorkerLoad, WorkerRecord
 from router import events as ev
-from router import lifecycle
+from router import lifecycle, policy
 from router.admission import AdmissionQueue, QueueLimits, Waiting
 from router.inflight import InFlight
 from router.membership import Membership, MembershipConfig
@@ -229,6 +229,8 @@ class SimRouter:
                 self.poke()
             case ev.Requeue():
                 self._requeue(request, effect)
+            case _ if type(effect).__name__ == "Rebind":
+                self._rebind(request, effect)
             case ev.LeaveQueue():
                 self.queue.remove(request.wish.name)
             case ev.EndStream():
@@ -248,6 +250,22 @@ class SimRouter:
             self._world.after(effect.block_s, self.poke)
         self.poke()
 
+    def _rebind(self, request: Request, effect: Any) -> None:
+        """Another prefill worker for a request that a decode worker holds pages for."""
+        found = policy.choose_prefill(  # type: ignore[attr-defined]
+            self._candidates(), self.inflight, effect.decode, effect.avoid, self.policy
+        )
+        self._world.note(ROUTER, "looks for another prefill worker:", effect.key, found and found.worker_id)
+        rebound = ev.Rebound(key=effect.key, prefill=found)  # type: ignore[attr-defined]
+        self._todo[request.wish.name].append(rebound)
+
+    def _candidates(self) -> list[Candidate]:
+        now = self.now()
+        return [
+            Candidate(record=m.record, usable=self.membership.is_usable(m, now))
+            for m in self.membership.members()
+        ]
+
     def poke(self) -> None:
         if not self._pump_due and len(self.queue):
             self._pump_due = True
@@ -257,8 +275,7 @@ class SimRouter:
         self._pump_due = False
         now = self.now()
         self._blocked = {worker: until for worker, until in self._blocked.items() if until > now}
-        members = self.membership.members()
-        candidates = [Candidate(record=m.record, usable=self.membership.is_usable(m, now)) for m in members]
+        candidates = self._candidates()
         while (entry := self.queue.first()) is not None:
             request = self.requests[entry.request_id]
             ask = Ask(prompt_tokens=entry.tokens, avoid=request.state.avoid, blocked=frozenset(self._blocked))

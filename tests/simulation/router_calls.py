@@ -10,29 +10,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pdserve.messages import Ended, Outcome, Prefilled, PrefillRequest, Refused, Reserve
+from pdserve.messages import Ended, Outcome, PrefillRequest, Refused, Reserve
 from pdserve.types import Key, PeerRef
 from router import events as ev
+from tests.simulation.bias import LEASE_S
 
 if TYPE_CHECKING:
     from tests.simulation.fleet import Fleet
+    from tests.simulation.process import Process
     from tests.simulation.router import SimRouter
 
 LOST_MESSAGE = "A worker was lost; try again."
 ROUTER = "router"
+REPLAY_OPEN_S = 2.5 * LEASE_S
 
 
 class Call:
     """One open call. broken: nothing of it arrives any more, either way."""
 
-    def __init__(self, calls: RouterCalls, kind: str, key: Key, peer: PeerRef) -> None:
+    def __init__(
+        self, calls: RouterCalls, kind: str, key: Key, peer: PeerRef, *, replay: bool = False
+    ) -> None:
+        """replay: the router knows nothing of it and hears nothing from it."""
         self._calls = calls
-        self.kind, self.key, self.peer = kind, key, peer
+        self.kind, self.key, self.peer, self.replay = kind, key, peer, replay
         self.broken = self.over = False
 
     def hear(self, message: Any) -> None:
         """The worker says something on it."""
-        self._calls.arrive(self, message)
+        if not self.replay:
+            self._calls.arrive(self, message)
 
 
 class RouterCalls:
@@ -41,6 +48,7 @@ class RouterCalls:
     def __init__(self, fleet: Fleet, router: SimRouter) -> None:
         self._fleet, self._router = fleet, router
         self.open: dict[tuple[str, Key], Call] = {}
+        self._replays: list[Call] = []
 
     # -- streams --------------------------------------------------------------------------------------------
 
@@ -67,9 +75,24 @@ class RouterCalls:
         process = self._fleet.processes[call.peer.worker_id]
         if process is None or call.broken:
             return
-        handle = process.calls.reserve if isinstance(message, Reserve) else process.calls.prefill
-        handle(message, call)  # type: ignore[arg-type]
-        self._fleet.faults.maybe_replay(message, call)
+        self._hand_over(process, message, call)
+        delay = self._fleet.faults.replay_after()
+        if delay is not None:
+            process.later(delay, lambda: self._replay(process, message, call))
+
+    def _hand_over(self, process: Process, message: Reserve | PrefillRequest, call: Call) -> None:
+        if isinstance(message, Reserve):
+            process.calls.reserve(message, call)
+        else:
+            process.calls.prefill(message, call)
+
+    def _replay(self, process: Process, message: Reserve | PrefillRequest, original: Call) -> None:
+        """The very same call once more, from nobody who would cancel it; its connection ends some time."""
+        self._fleet.world.fault("replay", process.name, f"{original.kind} {original.key}")
+        call = Call(self, original.kind, original.key, original.peer, replay=True)
+        self._replays.append(call)
+        self._hand_over(process, message, call)
+        self._fleet.world.after(REPLAY_OPEN_S, lambda: self.break_call(call, told_after=0.0))
 
     def arrive(self, call: Call, message: Any) -> None:
         """A worker's words are on their way to the router."""
@@ -82,7 +105,6 @@ class RouterCalls:
             self._close(call)
         if call.kind == "prefill" and isinstance(message, Refused):
             message = ev.PrefillRefused(refused=message)
-        assert isinstance(message, object)
         self._router.step(call.key.request_id, message)
 
     def _close(self, call: Call) -> None:
@@ -94,12 +116,15 @@ class RouterCalls:
         if call.broken:
             return
         call.broken = True
-        self.open.pop((call.kind, call.key), None)
+        if not call.replay:
+            self.open.pop((call.kind, call.key), None)
         process = self._fleet.processes.get(call.peer.worker_id)
         world = self._fleet.world
         if process is not None:
             process.later(world.rng.uniform(0.0, 0.5), lambda: process.calls.broken(call))
-        if not call.over:
+        if call in self._replays:
+            self._replays.remove(call)
+        elif not call.over:
             world.after(told_after, lambda: self._tell_broken(call, suspect))
 
     def _tell_broken(self, call: Call, suspect: bool) -> None:
@@ -127,7 +152,7 @@ class RouterCalls:
 
     def break_all(self, name: str, *, told_after: float) -> None:
         """Every open call to a worker breaks."""
-        for call in [c for c in self.open.values() if c.peer.worker_id == name]:
+        for call in [c for c in (*self.open.values(), *self._replays) if c.peer.worker_id == name]:
             self.break_call(call, told_after=told_after * self._fleet.world.rng.random())
 
     # -- control --------------------------------------------------------------------------------------------
@@ -166,6 +191,3 @@ class RouterCalls:
 
         fleet.network.stream(ROUTER, name, deliver)
         fleet.world.after(2.0, lambda: settle(None))
-
-
-__all__ = ["Call", "Prefilled", "RouterCalls"]
