@@ -24,9 +24,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdserve.client import Client, FleetStatus
 from pdserve.config.worker import WorkerConfig
 from pdserve.rpc import convert
+from pdserve.rpc.channel import open_blocking_channel
 from pdserve.rpc.fleet_auth import authenticated
 from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc
 from pdserve.types import Role
+from tests.support.certs import Certs
 
 LIMIT_S = 90.0
 
@@ -41,19 +43,27 @@ class Stack:
     base: WorkerConfig
     workers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     environ: dict[str, dict[str, str]] = field(default_factory=dict)
+    certs: Certs | None = None
 
     @classmethod
     def start(
-        cls, roles: dict[Role, int], *, environ: dict[str, dict[str, str]] | None = None, **settings: Any
+        cls,
+        roles: dict[Role, int],
+        *,
+        environ: dict[str, dict[str, str]] | None = None,
+        certs: Certs | None = None,
+        **settings: Any,
     ) -> Stack:
         """A router and so many workers by role. settings: fields of WorkerConfig. environ: more variables by
-        the process's name ("router", "prefill-0", …; "" is all of them)."""
+        the process's name ("router", "prefill-0", …; "" is all of them). certs: TLS everywhere."""
+        tls = certs.settings() if certs else {}
+        flags = [text for name, path in tls.items() for text in ("--" + name.replace("_", "-"), path)]
         secret = secrets.token_hex(32)
         more = environ or {}
         router_environ = {**os.environ, **more.get("", {}), **more.get("router", {})}
         router_environ["PDSERVE_FLEET_SECRET"] = secret
         router = subprocess.Popen(
-            [sys.executable, "-m", "pdserve.cli", "router", "--port", "0", "--metrics-port", "0"],
+            [sys.executable, "-m", "pdserve.cli", "router", "--port", "0", "--metrics-port", "0", *flags],
             stdout=subprocess.PIPE, text=True, env=router_environ,
         )  # fmt: skip
         assert router.stdout is not None
@@ -62,16 +72,16 @@ class Stack:
         base = WorkerConfig(
             worker_id="base", role=Role.DECODE, model="smollm2-135m-instruct", fleet_secret=secret,
             dtype="float32", deterministic=True, num_pages=256, prefill_chunk_tokens=64, token_budget=128,
-            threads=2, routers=(found[1],),
+            threads=2, routers=(found[1],), **tls,
         )  # fmt: skip
-        stack = cls(secret, found[1], router, replace(base, **settings), environ=more)
+        stack = cls(secret, found[1], router, replace(base, **settings), environ=more, certs=certs)
         names = [(f"{role}-{i}", role) for role, count in roles.items() for i in range(count)]
         for name, role in names:
             stack.launch(name, role)
         for name, _ in names:
             stack.wait_started(name)
         stack.until(lambda status: len(usable(status)) == len(names))
-        wait_serving(found[1])
+        wait_serving(found[1], certs)
         return stack
 
     def launch(self, name: str, role: Role) -> None:
@@ -100,7 +110,7 @@ class Stack:
         process.wait()
 
     def client(self) -> Client:
-        return Client(self.address)
+        return Client(self.address, **(self.certs.settings("client") if self.certs else {}))
 
     def until(self, wanted: Callable[[FleetStatus], bool]) -> FleetStatus:
         """Asks the router until its status is as wanted."""
@@ -116,7 +126,7 @@ class Stack:
             addresses = [w.record.peer.control for w in client.get_status().workers if not w.suspect]
         end = time.monotonic() + LIMIT_S
         for address in addresses:
-            with grpc.insecure_channel(address) as channel:
+            with channel_to(address, self.certs) as channel:
                 stub = authenticated(cluster_pb2_grpc.WorkerServiceStub(channel), bytes.fromhex(self.secret))
                 while True:
                     answer = stub.GetWorkerStatus(cluster_pb2.GetWorkerStatusRequest(), timeout=LIMIT_S)
@@ -138,9 +148,14 @@ def usable(status: FleetStatus) -> list[str]:
     return [w.record.peer.worker_id for w in status.workers if not w.suspect and w.load.ready]
 
 
-def wait_serving(address: str) -> None:
+def channel_to(address: str, certs: Certs | None = None) -> grpc.Channel:
+    """A channel such as a client of this stack has."""
+    return open_blocking_channel(address, tls=certs.source("client") if certs else None)
+
+
+def wait_serving(address: str, certs: Certs | None = None) -> None:
     """Returns when the router has the model's tokenizer and serves."""
-    with grpc.insecure_channel(address) as channel:
+    with channel_to(address, certs) as channel:
         request = health_pb2.HealthCheckRequest(service="pdserve.rpc.v1.InferenceService")
         for answer in health_pb2_grpc.HealthStub(channel).Watch(request, timeout=LIMIT_S):
             if answer.status == health_pb2.HealthCheckResponse.SERVING:
