@@ -36,7 +36,10 @@ _PREFIX = "type.googleapis.com/google.rpc."
 _MAX_RETRY_S = 3600.0
 
 _BY_CODE: dict[grpc.StatusCode, tuple[type[PdserveError], str]] = {
-    grpc.StatusCode.UNAVAILABLE: (Unavailable, "The server can not be reached. Is it running? Try again."),
+    grpc.StatusCode.UNAVAILABLE: (
+        Unavailable,
+        "The server can not be reached. Is it running, with TLS as we have it? Try again.",
+    ),
     grpc.StatusCode.DEADLINE_EXCEEDED: (DeadlineExpired, "The deadline passed before the answer was there."),
     grpc.StatusCode.CANCELLED: (Cancelled, "The call was cancelled."),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (Overloaded, "The server or the message is over a limit."),
@@ -47,6 +50,7 @@ _BY_CODE: dict[grpc.StatusCode, tuple[type[PdserveError], str]] = {
     grpc.StatusCode.UNIMPLEMENTED: (UnsupportedFeature, "The server does not offer this call."),
 }
 _TOO_LARGE = "larger than max"
+_UNTRUSTED = ("andshake failed", "erification")  # gRPC's words on TLS, whatever their case
 
 M = TypeVar("M", bound=Message)
 
@@ -95,6 +99,8 @@ def error_from_trailers(
                 return found
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in text:
         return InvalidRequest("The message is over the server's size limit (4 MB): send a shorter prompt.")
+    if code is grpc.StatusCode.UNAVAILABLE and any(word in text for word in _UNTRUSTED):
+        return Unavailable("TLS with the server failed: its certificate or ours does not fit; check tls_ca.")
     cls, message = _BY_CODE.get(code, (InternalError, "The server failed on this request."))
     return cls(message)
 
