@@ -65,16 +65,6 @@ def assemble(journal: Journal, told: Ledger, clocks: Sequence[ClockOffset], now:
     )
 
 
-def path_seconds(ledger: Ledger) -> dict[Phase, float]:
-    """Seconds by phase on the way to the first token, and those of the first step after it. Small negative
-    ones come from the uncertainty of the clocks and count as 0."""
-    sums: dict[Phase, float] = {}
-    for span in ledger.spans:
-        if span.on_path or span.phase is Phase.FIRST_STEP:
-            sums[span.phase] = sums.get(span.phase, 0.0) + span.end_s - span.begin_s
-    return {phase: max(0.0, seconds) for phase, seconds in sums.items()}
-
-
 def _both(first: Ledger, told: Ledger) -> list[Span]:
     """The path as it was when the first token came, and everything beside it as told last."""
     rest = told.spans or first.spans

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
@@ -11,8 +10,9 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from pdserve.errors import BY_LABEL, ConfigError
-from pdserve.types import FinishReason, Ledger, Phase, Role, WorkerLoad
-from router.ledger import path_seconds
+from pdserve.obs.ledger import path_seconds
+from pdserve.obs.metrics import PAGE_STATES
+from pdserve.types import AGE_LIMITS_S, FinishReason, Ledger, Phase, Role, UsedState
 from router.membership import Member
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -20,9 +20,9 @@ _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2
 _SHORT = (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.25, 0.5, 1.0)
 _PHASE_SECONDS = (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, *_SECONDS[4:])
 OUTCOMES = frozenset([*FinishReason, *BY_LABEL])
-PAGE_STATES = tuple(f.name.removesuffix("_pages") for f in fields(WorkerLoad) if f.name.endswith("_pages"))[
-    1:
-]
+
+
+AGES = (*(f"<{limit:g}s" for limit in AGE_LIMITS_S), "older")
 
 
 class RouterMetrics:
@@ -143,6 +143,7 @@ class _Gauges(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         members = list(self._members())
         pages = GaugeMetricFamily("pdserve_pages", "KV pages by state.", labels=["role", "state"])
+        yield from _used_pages(members)
         workers = GaugeMetricFamily("pdserve_workers", "Workers registered.", labels=["role"])
         for role in Role:
             of_role = [member for member in members if member.record.role is role]
@@ -160,3 +161,36 @@ class _Gauges(Collector):
             "1 if --insecure was given: no TLS beyond loopback.",
             value=int(self._insecure),
         )
+
+
+def _used_pages(members: list[Member]) -> Iterator[GaugeMetricFamily]:
+    """Memory in use by what for and how long: what is stranded has a name here."""
+    ages = GaugeMetricFamily(
+        "pdserve_used_pages", "KV pages neither free nor evictable, by use and age.",
+        labels=["role", "state", "age"],
+    )  # fmt: skip
+    size = GaugeMetricFamily(
+        "pdserve_used_page_bytes", "Bytes of KV pages neither free nor evictable, by use and age.",
+        labels=["role", "state", "age"],
+    )  # fmt: skip
+    held = GaugeMetricFamily("pdserve_transfer_bytes", "Bytes held for transfers.", labels=["role"])
+    peak = GaugeMetricFamily("pdserve_transfer_peak_bytes", "The most there ever were.", labels=["role"])
+    for role in Role:
+        of_role = [member for member in members if member.record.role is role]
+        counts: dict[tuple[str, str], int] = {(use, age): 0 for use in UsedState for age in AGES}
+        total = dict.fromkeys(counts, 0)
+        for member in of_role:
+            for used in member.load.page_ages:
+                for age, count in zip(AGES, used.counts, strict=True):
+                    counts[used.state, age] += count
+                    total[used.state, age] += count * member.record.capability.page_bytes
+        for (use, age), count in counts.items():
+            ages.add_metric([role, use, age], count)
+            size.add_metric([role, use, age], total[use, age])
+        held.add_metric([role], sum(_bytes(m, m.load.transfer_pages) for m in of_role))
+        peak.add_metric([role], sum(_bytes(m, m.load.peak_transfer_pages) for m in of_role))
+    yield from (ages, size, held, peak)
+
+
+def _bytes(member: Member, pages: int) -> int:
+    return pages * member.record.capability.page_bytes

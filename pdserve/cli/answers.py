@@ -7,6 +7,8 @@ from typing import Any
 
 from pdserve.client import Result
 from pdserve.errors import PdserveError
+from pdserve.obs.ledger import path_seconds
+from pdserve.types import Ledger
 
 
 def answer(result: Result, label: Any = None) -> dict[str, Any]:
@@ -28,6 +30,7 @@ def answer(result: Result, label: Any = None) -> dict[str, Any]:
         },
         "workers": {"prefill": ledger.prefill_worker, "decode": ledger.decode_worker},
         "transfer": dataclasses.asdict(ledger.transfer),
+        "ledger": ledger_of(ledger),
         "computed": {
             "prefill_prompt_tokens": ledger.prefill_computed_tokens,
             "prefill_cached_tokens": ledger.prefill_cached_tokens,
@@ -36,6 +39,19 @@ def answer(result: Result, label: Any = None) -> dict[str, Any]:
         },
         "retractions": ledger.num_retractions,
         "epochs": result.epochs,
+    }
+
+
+def ledger_of(ledger: Ledger) -> dict[str, Any]:
+    """The latency ledger: seconds by phase on the way to the first token, and every span."""
+    return {
+        "ttft_s": ledger.ttft_s,
+        "residual_s": ledger.residual_s,
+        "phases": {str(phase): seconds for phase, seconds in path_seconds(ledger).items()},
+        "handover_s": ledger.handover_s,
+        "wire_hidden": ledger.wire_hidden,
+        "clocks": [dataclasses.asdict(clock) for clock in ledger.clocks],
+        "spans": [dataclasses.asdict(span) for span in ledger.spans],
     }
 
 

@@ -184,6 +184,22 @@ def certs(
 
 
 @app.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="Id of a request, such as generate --json prints.")],
+    address: Address = "127.0.0.1:50051",
+    as_json: AsJson = False,
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_server_name: TlsName = "",
+) -> None:
+    """Show where one request's time went, or what it waits for now."""
+    from pdserve.cli.explain import run
+
+    run(request_id, _router_at(address, tls_ca, tls_cert, tls_key, tls_server_name), as_json)
+
+
+@app.command()
 def version() -> None:
     """Print the versions of pdserve and of what it runs on."""
     from pdserve.cli.version import run

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import TYPE_CHECKING
 
 from pdserve.cli.connection import Router
 from pdserve.client import FleetStatus, WorkerStatus
+from pdserve.types import AGE_LIMITS_S
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 COLUMNS = (
     "worker", "role", "incarnation", "pid", "state", "running", "waiting", "outstanding", "pages",
-    "free", "evictable", "held", "quarantined", "age",
+    "free", "evictable", "used", "quarantined", "transfers (peak)", "age",
 )  # fmt: skip
 
 
@@ -39,8 +44,26 @@ def _table(status: FleetStatus) -> None:
     console = Console()
     console = Console(width=console.width if console.is_terminal else 200)
     console.print(table)
+    if any(sum(used.counts) for worker in status.workers for used in worker.load.page_ages):
+        console.print(_used(status))
     for problem in status.pairing_problems:
         print(f"problem: {problem}")
+
+
+def _used(status: FleetStatus) -> Table:
+    """Pages in use by what for and how long: memory that is stranded shows as old."""
+    from rich.table import Table
+
+    ages = [f"< {limit:g} s" for limit in AGE_LIMITS_S]
+    table = Table("worker", "pages in use", "pages", "MB", *ages, "older", box=None)
+    for worker in status.workers:
+        size = worker.record.capability.page_bytes / 1e6
+        for used in worker.load.page_ages:
+            if total := sum(used.counts):
+                counts = [str(count) for count in used.counts]
+                name = worker.record.peer.worker_id
+                table.add_row(name, used.state, str(total), f"{total * size:.1f}", *counts)
+    return table
 
 
 def _row(worker: WorkerStatus) -> tuple[str, ...]:
@@ -60,6 +83,7 @@ def _row(worker: WorkerStatus) -> tuple[str, ...]:
         str(load.evictable_pages),
         str(held),
         str(load.quarantined_pages),
+        f"{load.transfer_pages} ({load.peak_transfer_pages})",
         f"{worker.heartbeat_age_s:.1f} s",
     )
 

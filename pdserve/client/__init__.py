@@ -10,6 +10,7 @@ gRPC is loaded with the first client, so that importing this costs nothing.
 from pdserve.api import (
     ChatMessage,
     Chunk,
+    Explanation,
     FleetStatus,
     ModelInfo,
     Timings,
@@ -29,6 +30,7 @@ __all__ = [
     "ChatMessage",
     "Chunk",
     "Client",
+    "Explanation",
     "FinishReason",
     "FleetStatus",
     "GenerateOptions",

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pdserve.api import Chunk, FleetStatus, ModelInfo
+from pdserve.api import Chunk, Explanation, FleetStatus, ModelInfo
 from pdserve.client.connect import TlsOptions, connections
 from pdserve.client.request import (
     CONTROL_TIMEOUT_S,
@@ -84,6 +84,14 @@ class AsyncClient:
 
         call = self._stub.GetStatus(GetStatusRequest(), timeout=CONTROL_TIMEOUT_S)
         return fleet_status_from_pb(await _checked(call))
+
+    async def explain(self, request_id: str) -> Explanation:
+        """Where a request's time went, or what it waits for. Raises UnknownRequest."""
+        from pdserve.rpc.convert import explanation_from_pb
+        from pdserve.rpc.v1.inference_pb2 import ExplainRequest
+
+        call = self._stub.Explain(ExplainRequest(request_id=request_id), timeout=CONTROL_TIMEOUT_S)
+        return explanation_from_pb(await _checked(call))
 
     async def close(self) -> None:
         """Ends all calls."""

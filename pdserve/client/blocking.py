@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pdserve.api import Chunk, FleetStatus, ModelInfo
+from pdserve.api import Chunk, Explanation, FleetStatus, ModelInfo
 from pdserve.client.connect import TlsOptions, connections
 from pdserve.client.request import (
     CONTROL_TIMEOUT_S,
@@ -89,6 +89,14 @@ class Client:
         return fleet_status_from_pb(
             _checked(lambda: self._stub.GetStatus(request, timeout=CONTROL_TIMEOUT_S))
         )
+
+    def explain(self, request_id: str) -> Explanation:
+        """Where a request's time went, or what it waits for. Raises UnknownRequest."""
+        from pdserve.rpc.convert import explanation_from_pb
+        from pdserve.rpc.v1.inference_pb2 import ExplainRequest
+
+        request = ExplainRequest(request_id=request_id)
+        return explanation_from_pb(_checked(lambda: self._stub.Explain(request, timeout=CONTROL_TIMEOUT_S)))
 
     def close(self) -> None:
         """Ends all calls."""

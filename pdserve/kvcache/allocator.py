@@ -12,7 +12,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from pdserve.errors import InternalError
-from pdserve.types import PageName
+from pdserve.kvcache.ages import PageAgeBook
+from pdserve.types import PageAges, PageName, UsedState
 
 
 class HolderKind(StrEnum):
@@ -69,6 +70,11 @@ class PageAllocator:
         self._free = list(range(num_pages - 1, -1, -1))
         self._pages_of: dict[Holder, dict[int, None]] = {}
         self._changed: dict[int, None] = {}
+        self._ages = PageAgeBook(num_pages)
+        self._num_transfers = [0] * num_pages
+        self.transfer_pages = 0
+        """Pages that some transfer holds."""
+        self.peak_transfer_pages = 0
 
     # ---- changes -------------------------------------------------------------------------------------
 
@@ -81,6 +87,7 @@ class PageAllocator:
         for page in pages:
             self._move(page, PageState.RESERVED)
             self._add(page, holder)
+            self._note(page)
         return pages
 
     def fill(self, page: int) -> None:
@@ -89,6 +96,7 @@ class PageAllocator:
         _require(state in _FILLABLE, "only a reserved page can be filled")
         if state is PageState.RESERVED:
             self._move(page, PageState.FILLING)
+            self._note(page)
 
     def seal(self, page: int, valid_rows: int) -> None:
         """filling → sealed with `valid_rows` rows that count. A quarantined page stays quarantined."""
@@ -98,6 +106,7 @@ class PageAllocator:
         self._valid_rows[page] = valid_rows
         if state is PageState.FILLING:
             self._move(page, PageState.SEALED)
+            self._note(page)
 
     def hold(self, page: int, holder: Holder) -> None:
         """Adds a holder; again: no effect. A free or retiring page can not be held any more."""
@@ -107,6 +116,7 @@ class PageAllocator:
             holder.kind is not HolderKind.CACHE or state is PageState.SEALED, "only sealed pages are cached"
         )
         self._add(page, holder)
+        self._note(page)
 
     def drop(self, page: int, holder: Holder) -> None:
         """Removes a holder; again: no effect. The last one frees the page, and its generation rises."""
@@ -119,12 +129,18 @@ class PageAllocator:
             self._release(page)
         elif self._state[page] is not PageState.QUARANTINED and _only_pins(held):
             self._move(page, PageState.RETIRING)
+        self._note(page)
 
     def quarantine(self, page: int) -> None:
         """Takes a held page out of use for this incarnation: its I/O did not end. It never becomes free."""
         _require(self._state[page] is not PageState.FREE, "a free page has nothing to quarantine")
         self._move(page, PageState.QUARANTINED)
         self._add(page, _QUARANTINE)
+        self._note(page)
+
+    def touch_time(self, now: float) -> None:
+        """What happens from here on happens at `now` (seconds): pages in use have an age."""
+        self._ages.now = now
 
     def changed_generations(self) -> list[tuple[int, int]]:
         """(page, generation) of pages freed since the last call. The driver writes them into the mapped
@@ -168,6 +184,10 @@ class PageAllocator:
         """Pages by state; the values add up to num_pages."""
         return dict(self._counts)
 
+    def ages(self, now: float) -> tuple[PageAges, ...]:
+        """Pages in use by state and age. O(pages in use)."""
+        return self._ages.counts(now)
+
     def check_integrity(self) -> str:
         """Proves states, holders, counts and the free list against each other; "" when good. O(pool)."""
         for page in range(self.num_pages):
@@ -195,6 +215,8 @@ class PageAllocator:
             return "retiring if and only if pins alone hold it"
         if CACHE in held and state is not PageState.SEALED:
             return "cached but not sealed"
+        if self._ages.use(page) is not self._use(page):
+            return "its age is another use's"
         if (state is PageState.SEALED) and not self._valid_rows[page]:
             return "sealed without rows"
         return ""
@@ -204,11 +226,30 @@ class PageAllocator:
         self._counts[state] += 1
         self._state[page] = state
 
+    def _use(self, page: int) -> UsedState | None:
+        state = self._state[page]
+        if state is PageState.SEALED:
+            return None if self.evictable(page) else UsedState.HELD
+        return _USES.get(state)
+
+    def _note(self, page: int) -> None:
+        self._ages.note(page, self._use(page))
+
+    def _count_transfer(self, page: int, change: int) -> None:
+        before = self._num_transfers[page]
+        self._num_transfers[page] = before + change
+        self.transfer_pages += bool(before + change) - bool(before)
+        self.peak_transfer_pages = max(self.peak_transfer_pages, self.transfer_pages)
+
     def _add(self, page: int, holder: Holder) -> None:
+        if holder.kind is HolderKind.TRANSFER and holder not in self._holders[page]:
+            self._count_transfer(page, 1)
         self._holders[page].add(holder)
         self._pages_of.setdefault(holder, {})[page] = None
 
     def _forget(self, page: int, holder: Holder) -> None:
+        if holder.kind is HolderKind.TRANSFER:
+            self._count_transfer(page, -1)
         pages = self._pages_of[holder]
         del pages[page]
         if not pages:
@@ -222,6 +263,12 @@ class PageAllocator:
         self._free.append(page)
 
 
+_USES = {
+    PageState.RESERVED: UsedState.GRANTED,
+    PageState.FILLING: UsedState.FILLING,
+    PageState.RETIRING: UsedState.RETIRING,
+    PageState.QUARANTINED: UsedState.QUARANTINED,
+}
 _FILLABLE = frozenset({PageState.RESERVED, PageState.FILLING, PageState.QUARANTINED})
 _SEALABLE = frozenset({PageState.FILLING, PageState.QUARANTINED})
 _UNHOLDABLE = frozenset({PageState.FREE, PageState.RETIRING})

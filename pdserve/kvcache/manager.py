@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pdserve.kvcache.allocator import CACHE, Holder, HolderKind, PageAllocator, PageState
 from pdserve.kvcache.prefix import PrefixIndex
-from pdserve.types import PageName
+from pdserve.types import PageAges, PageName
 
 
 class PageManager:
@@ -49,6 +49,14 @@ class PageManager:
     def counts(self) -> dict[PageState, int]:
         """Pages by state; the values add up to num_pages."""
         return self.allocator.counts()
+
+    def touch_time(self, now: float) -> None:
+        """What happens from here on happens at `now`; whoever drives calls it before each input."""
+        self.allocator.touch_time(now)
+
+    def ages(self, now: float) -> tuple[PageAges, ...]:
+        """Pages that are neither free nor evictable, by use and age."""
+        return self.allocator.ages(now)
 
     def state(self, page: int) -> PageState:
         return self.allocator.state(page)

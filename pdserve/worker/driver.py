@@ -92,6 +92,7 @@ class Driver:
         now = self.loop.time()
         try:
             with self.lock:
+                self.parts.pages.touch_time(now)
                 effects = make(now)
             for effect in effects:
                 self._handlers[type(effect)](effect)

@@ -95,7 +95,10 @@ class Serving:
         """What the heartbeat says."""
         pages, scheduler = self._engine.parts.pages, self._engine.parts.scheduler
         counts = pages.counts()
-        stuck = self._core.busy and self._driver.loop.time() - self._driver.last_step_at > STUCK_AFTER_S
+        now = self._driver.loop.time()
+        stuck = self._core.busy and now - self._driver.last_step_at > STUCK_AFTER_S
+        with self._driver.lock:
+            ages = pages.ages(now)
         return WorkerLoad(
             num_pages=pages.num_pages,
             free_pages=counts[PageState.FREE],
@@ -109,6 +112,9 @@ class Serving:
             num_waiting=scheduler.num_waiting,
             waiting_tokens=scheduler.waiting_tokens,
             draining=self._draining,
+            page_ages=ages,
+            transfer_pages=pages.allocator.transfer_pages,
+            peak_transfer_pages=pages.allocator.peak_transfer_pages,
             ready=not stuck and counts[PageState.QUARANTINED] <= QUARANTINE_BUDGET * pages.num_pages,
         )
 

@@ -13,10 +13,13 @@ from tests.support.source_tree import PRODUCT, ROOT, Source, imports, sources, w
 
 IMPURE = frozenset({"asyncio", "time", "random", "threading", "socket", "torch", "grpc", "ray"})
 PURE_FILES = (
-    *(f"router/{name}.py" for name in ("admission", "membership", "policy", "lifecycle")),
+    *(
+        f"router/{name}.py"
+        for name in ("admission", "clocks", "explain", "ledger", "membership", "policy", "lifecycle")
+    ),
     *(f"prefill_worker/{name}.py" for name in ("loop", "entry", "digests", "replies")),
     *(f"decode_worker/{name}.py" for name in ("loop", "entry", "pulls", "reserve")),
-    *("kvtransfer/plan.py", "pdserve/worker/core.py", "pdserve/fleet/supervise.py"),
+    *("kvtransfer/plan.py", "kvtransfer/stamps.py", "pdserve/worker/core.py", "pdserve/fleet/supervise.py"),
 )
 PURE_FOLDERS = ("pdserve/kvcache/", "pdserve/sched/", "kvtransfer/session/")
 IMPURE_FILES = frozenset({"pdserve/kvcache/pool.py"})
