@@ -23,6 +23,7 @@ from pdserve.tls.sockets import Untrusted
 
 log = logging.getLogger(__name__)
 _BACKLOG = 128
+_ROOM_S = 0.1
 
 
 class Signal:
@@ -107,7 +108,8 @@ class Listener:
     serve: called with each connection, non-blocking, in its thread; it returns or raises when the connection
     is over, at the latest soon after `stop` is set. Whatever it raises is counted and ends that connection.
     secure: called first, in the same thread, if connections are encrypted; gives the socket to serve and uses
-    up the one it gets.
+    up the one it gets. Peers that have not got through it are strangers: when all places are taken, the one
+    that has been at it the longest makes room, so that those who say nothing keep nobody out.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class Listener:
         self._slots = threading.Semaphore(max_connections)
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
+        self._strangers: dict[threading.Thread, socket.socket] = {}
         self._acceptor = threading.Thread(target=self._accept_all, name="kv-accept", daemon=True)
 
     def start(self) -> None:
@@ -164,28 +167,56 @@ class Listener:
             self._admit(connection)
 
     def _admit(self, connection: socket.socket) -> None:
-        if not self._slots.acquire(blocking=False):
+        if not (self._slots.acquire(blocking=False) or self._make_room()):
             self._counters.add("over_limit")
             connection.close()
             return
         self._counters.add("accepted")
         connection.setblocking(False)
         thread = threading.Thread(target=self._run, args=(connection,), name="kv-send", daemon=True)
-        with self._lock:
-            self._threads.add(thread)
         try:
-            thread.start()
-        except RuntimeError:  # no thread to be had: this peer tries again, the listener goes on
+            self._start(thread, connection)
+        except (RuntimeError, OSError):  # no thread or descriptor to be had: this peer tries again
             self._counters.add("over_limit")
             with self._lock:
                 self._threads.discard(thread)
+            self._known(thread)
             self._slots.release()
             connection.close()
+
+    def _start(self, thread: threading.Thread, connection: socket.socket) -> None:
+        with self._lock:
+            self._threads.add(thread)
+            if self._secure is not None:
+                # A descriptor of our own: the connection's may be another's by the time we want to end it.
+                self._strangers[thread] = connection.dup()
+        thread.start()
+
+    def _make_room(self) -> bool:
+        """Ends the oldest stranger; whether its place could be taken."""
+        with self._lock:
+            oldest = next(iter(self._strangers), None)
+            if oldest is None:
+                return False
+            with self._strangers.pop(oldest) as end, contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self._counters.add("displaced")
+        return self._slots.acquire(timeout=_ROOM_S)
+
+    def _known(self, thread: threading.Thread) -> None:
+        """This thread's peer is no stranger any more, or gone."""
+        with self._lock:
+            end = self._strangers.pop(thread, None)
+        if end is not None:
+            end.close()
 
     def _run(self, connection: socket.socket) -> None:
         try:
             if self._secure is not None:
-                connection = self._secure(connection)
+                try:
+                    connection = self._secure(connection)
+                finally:
+                    self._known(threading.current_thread())
             self._serve(connection)
         except WireError:
             self._counters.add("violations")

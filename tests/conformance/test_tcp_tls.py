@@ -203,6 +203,23 @@ def test_silent_peers_delay_nobody_and_are_given_up(host: Host, certs: Certs, tm
         wait_count(server, "stalled", 20)
 
 
+def test_silent_peers_in_all_places_keep_nobody_out(host: Host, certs: Certs, tmp_path: Path) -> None:
+    destination = Destination(host.pool.pool_id)
+    config = {"tls": certs.source(), "stall_s": 600.0, "max_connections": 4}
+    with (
+        host.serving("tcp", tmp_path, **config) as server,
+        closing(reader(host, server, certs.source("client"))) as early,
+        contextlib.ExitStack() as stack,
+    ):
+        assert destination.one(early, 0).status is ReadStatus.GOOD
+        for _ in range(12):
+            stack.enter_context(dial(server))
+        wait_count(server, "displaced", 9)
+        check_alive(host, server, certs)
+        assert destination.one(early, 1).status is ReadStatus.GOOD
+        assert early.counters()["connections"] == 1  # it has proved itself: it is never displaced
+
+
 def test_a_handshake_in_drops_ends_at_its_limit(host: Host, certs: Certs, tmp_path: Path) -> None:
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
