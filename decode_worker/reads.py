@@ -29,6 +29,8 @@ class Reads:
         self._readers: dict[tuple[str, int, int], tuple[str, PageReader]] = {}
         self._pending: dict[int, PageReader] = {}
         self._gone: OrderedDict[tuple[str, int], None] = OrderedDict()
+        for name in port.parts.transports:
+            transport(name)  # what is missing for one shows at start, not in the first request
         port.on(StartRead, self._start)
         port.on(CancelRead, self._cancel)
 
@@ -89,6 +91,7 @@ class Reads:
             layer_first=0,
             layer_last=parts.layout.num_layers - 1,
             tls=parts.tls,
+            local=parts.pool.pages_view(),
         )
         try:
             reader = transport(way[0]).reader(config)

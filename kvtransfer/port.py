@@ -90,7 +90,7 @@ class RoleDriver(Protocol):
         ...
 
     async def start(self, control: str) -> dict[str, str]:
-        """Starts data-plane ends; control is host:port of our gRPC. Returns endpoints: "shm", "tcp"."""
+        """Starts data-plane ends; control is host:port of our gRPC. Returns endpoints by transport."""
         ...
 
     async def stop(self) -> None:
@@ -100,7 +100,7 @@ class RoleDriver(Protocol):
 
 def pick_transport(ours: tuple[str, ...], host_id: str, peer: PeerRef) -> tuple[str, str] | None:
     """(name, endpoint) of the first of our transports that the peer offers and that can reach it, or None."""
-    offered = {"shm": peer.shm if peer.host_id == host_id else "", "tcp": peer.tcp}
+    offered = {"shm": peer.shm if peer.host_id == host_id else "", "tcp": peer.tcp, "nixl": peer.nixl}
     for name in ours:
         if offered.get(name):
             return name, offered[name]

@@ -1,8 +1,8 @@
 """What a data-plane transport is: interfaces, their data, and the registry by name (protocol.md §1).
 
 What lives here: `PageServer` (at the source), `PageReader` (at the destination), what the host supplies to
-them, and lazy factories for "shm" and "tcp". What does not: any socket or mapping (`kvtransfer.shm`,
-`kvtransfer.tcp`), and any decision about what to read (`kvtransfer.session`).
+them, and lazy factories for "shm", "tcp" and "nixl". What does not: any socket or mapping (`kvtransfer.shm`,
+`kvtransfer.tcp`, `kvtransfer.nixl`), and any decision about what to read (`kvtransfer.session`).
 
 The transfer token that a reader shows on the data plane is the router's ticket itself (`kvtransfer.ticket`).
 """
@@ -157,10 +157,10 @@ class PageReader(Protocol):
 class ServerConfig:
     """How a server listens.
 
-    directory: for sockets in the file system; made with mode 0700. host, port: for tcp; port 0 takes a free
-    one. max_connections: more are closed at once. stall_s: seconds in which a hello, or any frame once begun,
-    must be through. idle_s: seconds after which a connection without a request is closed.
-    max_queued: requests that may wait on one connection. tls: for tcp; readers must show a certificate.
+    directory: for sockets in the file system; made with mode 0700. host, port: for tcp and nixl; port 0 takes
+    a free one. max_connections: more are closed at once. stall_s: seconds in which a hello, or any frame once
+    begun, must be through. idle_s: seconds after which a connection without a request is closed.
+    max_queued: requests that may wait on one connection. tls: as host; readers must show a certificate.
     """
 
     directory: str = ""
@@ -180,7 +180,8 @@ class ReaderConfig:
     endpoint: of the peer's server. pool_id, layout, page_bytes: of the peer's pool. layer_first, layer_last,
     shard: what its pages hold (see `kvtransfer.digest`). stall_s: seconds in which the peer must answer, and
     in which a frame once begun must be through. idle_s: a quiet connection older than this is dialled anew;
-    keep it below the server's. tls: for tcp; the peer must show a certificate for its endpoint's host.
+    keep it below the server's. tls: for tcp and nixl; the peer must show a certificate for its endpoint's
+    host. local: the memory all targets lie in, if they do, for transports that register it; not needed.
     """
 
     endpoint: str
@@ -193,6 +194,7 @@ class ReaderConfig:
     stall_s: float = 10.0
     idle_s: float = 300.0
     tls: TlsSource | None = None
+    local: memoryview | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +219,16 @@ def _tcp() -> Transport:
     return Transport(server=TcpPageServer, reader=TcpPageReader)
 
 
-_REGISTRY: dict[str, Callable[[], Transport]] = {"shm": _shm, "tcp": _tcp}
+def _nixl() -> Transport:
+    from kvtransfer.nixl.agent import load
+    from kvtransfer.nixl.reader import NixlPageReader
+    from kvtransfer.nixl.server import NixlPageServer
+
+    load()
+    return Transport(server=NixlPageServer, reader=NixlPageReader)
+
+
+_REGISTRY: dict[str, Callable[[], Transport]] = {"shm": _shm, "tcp": _tcp, "nixl": _nixl}
 
 
 def register(name: str, factory: Callable[[], Transport]) -> None:
@@ -233,7 +244,7 @@ def names() -> tuple[str, ...]:
 
 
 def transport(name: str) -> Transport:
-    """The transport of that name. Raises ConfigError, which lists the names there are."""
+    """The transport of that name. Raises ConfigError: it lists the names, or names a missing extra."""
     if name not in _REGISTRY:
         raise ConfigError(f"transport: there is no {name!r}; choose one of {', '.join(_REGISTRY)}.")
     return _REGISTRY[name]()

@@ -7,6 +7,7 @@ What lives here: the bytes of every frame and strict limits. What does not: movi
     source → reader   WELCOME(pool, sizes) or REFUSED; for each page one of PAGE, STALE, DENIED, DROPPED
 
 The pages of one READ have the sequences that follow each other from the frame's own.
+REGION, ASK and TELL belong to the nixl transport (`kvtransfer.nixl.frames`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ MAX_NAME_BYTES = 512
 MAX_PAGES_PER_READ = 256
 _PLACE = struct.Struct(">QQ")  # page, generation
 MAX_BODY_BYTES = MAX_TICKET_BYTES + 2 * MAX_NAME_BYTES + 64 + MAX_PAGES_PER_READ * _PLACE.size
+MAX_REGION_BYTES = 64 * 1024
 _IDENTITY = struct.Struct(">QQ")
 
 
@@ -41,6 +43,9 @@ class Kind(IntEnum):
     STALE = 7
     DENIED = 8
     DROPPED = 9
+    REGION = 10
+    ASK = 11
+    TELL = 12
 
 
 class Code(IntEnum):
@@ -161,7 +166,8 @@ def unpack(header: bytes | memoryview, expect: frozenset[Kind], page_bytes: int)
     if magic != MAGIC or version != VERSION or kind not in expect:
         raise WireError("not a frame that is welcome here")
     wanted_payload = page_bytes if kind == Kind.PAGE else 0
-    if body_bytes > MAX_BODY_BYTES or payload_bytes != wanted_payload:
+    max_body = MAX_REGION_BYTES if kind == Kind.REGION else MAX_BODY_BYTES
+    if body_bytes > max_body or payload_bytes != wanted_payload:
         raise WireError("a frame of a forbidden size")
     return Frame(kind=Kind(kind), code=code, sequence=sequence), body_bytes, payload_bytes
 

@@ -106,9 +106,10 @@ class CapabilityRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRef:
-    """How to reach a worker: control is host:port of gRPC, tcp that of the data plane; shm a Unix socket.
+    """How to reach a worker: control is host:port of gRPC, tcp that of the data plane; shm a Unix socket;
+    nixl host:port#fingerprint of the memory it offers.
 
-    shm and tcp are empty where the worker does not offer that transport.
+    shm, tcp and nixl are empty where the worker does not offer that transport.
     """
 
     worker_id: str
@@ -117,6 +118,7 @@ class PeerRef:
     host_id: str = ""
     shm: str = ""
     tcp: str = ""
+    nixl: str = ""
 
 
 class UsedState(StrEnum):

@@ -11,20 +11,19 @@ waits for the source.
 from __future__ import annotations
 
 import logging
-import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 
 from kvtransfer.hello import Refused
-from kvtransfer.listener import Signal, Stalled, wait_for
+from kvtransfer.listener import Signal, Stalled
 from kvtransfer.reads import Counters, Pending, ReadTable
+from kvtransfer.sockets import dialled, split_address
 from kvtransfer.stream import PeerClosed
 from kvtransfer.tcp.visit import Visit
 from kvtransfer.transport import Done, ReaderConfig, ReadRequest, ReadStatus
 from kvtransfer.wire import WireError
-from pdserve.tls.sockets import Untrusted, secure_dialled
+from pdserve.tls.sockets import Untrusted
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +63,10 @@ class TcpPageReader:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._reads.closed:
-            self._wake.clear()
+        while True:
+            self._wake.clear()  # before looking at what `close` changes before it sets it
+            if self._reads.closed:
+                break
             first = self._reads.peek()
             if first is None:
                 self._wake.wait()
@@ -77,7 +78,8 @@ class TcpPageReader:
     def _visit(self, first: Pending) -> None:
         """One connection, from the dial for `first` to its end; reads that it leaves pending have failed."""
         try:
-            with self._dial() as sock:
+            host, port = split_address(self._config.endpoint)
+            with dialled(self._config, host, port, self._wake, lambda: self._reads.closed) as sock:
                 visit = Visit(sock, self._config, self._reads, self._counters, self._wake, self._cancelled)
                 visit.greet(first)
                 visit.run()
@@ -98,22 +100,3 @@ class TcpPageReader:
             detail = "internal error"
         self._counters.add(detail)
         self._reads.end_all("closed" if self._reads.closed else detail)
-
-    def _dial(self) -> socket.socket:
-        host, _, port = self._config.endpoint.rpartition(":")
-        host, limit_s = host.strip("[]"), self._config.stall_s
-        sock = socket.create_connection((host, int(port)), timeout=limit_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setblocking(False)
-        if self._config.tls is None:
-            return sock
-        deadline = time.monotonic() + limit_s
-        return secure_dialled(
-            sock, self._config.tls, host, lambda end, mask: self._go_on(end, mask, deadline)
-        )
-
-    def _go_on(self, sock: socket.socket, mask: int, deadline: float) -> bool:
-        self._wake.clear()
-        if not self._reads.closed:
-            wait_for(sock, mask, self._wake, deadline)
-        return not self._reads.closed

@@ -21,12 +21,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtransfer.hello import judge
-from kvtransfer.listener import Listener, Signal, Stalled, Waiter, wait_for
+from kvtransfer.listener import Listener, Signal, Stalled, Waiter
 from kvtransfer.reads import Counters
+from kvtransfer.sockets import accepting, address, bound
 from kvtransfer.stream import FrameReceiver, FrameSender
 from kvtransfer.transport import PageSource, ServerConfig
 from kvtransfer.wire import Code, Frame, Hello, Kind, Read, WireError, pack
-from pdserve.tls.sockets import secure_accepted
 from pdserve.types import Key
 
 _serial = itertools.count()
@@ -45,23 +45,15 @@ class TcpPageServer:
 
     def start(self) -> None:
         """Binds, listens and accepts. Raises OSError."""
-        family = socket.AF_INET6 if ":" in self._config.host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((self._config.host, self._config.port))
-        except OSError:
-            sock.close()
-            raise
-        host, port = sock.getsockname()[:2]
-        self._endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        sock = bound(self._config.host, self._config.port)
+        self._endpoint = address(sock)
         self._listener = Listener(
             sock,
             serve=self._serve,
             stop=self._stop,
             max_connections=self._config.max_connections,
             counters=self._counters,
-            secure=None if self._config.tls is None else self._secure,
+            secure=accepting(self._config, self._stop),
         )
         self._listener.start()
 
@@ -79,16 +71,6 @@ class TcpPageServer:
             self._listener.close()
             self._listener = None
             self._stop.close()
-
-    def _secure(self, sock: socket.socket) -> socket.socket:
-        """In the connection's own thread: a silent peer delays nobody but itself."""
-        assert self._config.tls is not None
-        deadline = time.monotonic() + self._config.stall_s
-        return secure_accepted(sock, self._config.tls, lambda end, mask: self._go_on(end, mask, deadline))
-
-    def _go_on(self, sock: socket.socket, mask: int, deadline: float) -> bool:
-        wait_for(sock, mask, self._stop, deadline)
-        return not self._stop.is_set()
 
     def _serve(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

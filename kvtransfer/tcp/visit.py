@@ -53,8 +53,7 @@ class Visit:
     def greet(self, first: Pending) -> None:
         """Says hello with the ticket of `first`. Raises Refused, Stalled, WireError, PeerClosed, OSError."""
         self._sender.load(introduce(self._config, first.request))
-        while not self._reads.closed:
-            self._wake.clear()
+        while self._goes_on():
             self._sender.pump()
             frame = self._receiver.pump()
             if frame is not None:
@@ -69,8 +68,7 @@ class Visit:
     def run(self) -> None:
         """Reads until the reader is closed, or there was nothing to do for idle_s, or the source left while
         nothing was asked of it. Raises Stalled, WireError, PeerClosed or OSError at any other end."""
-        while not self._reads.closed:
-            self._wake.clear()
+        while self._goes_on():
             try:
                 self._receive()
             except PeerClosed:
@@ -85,6 +83,11 @@ class Visit:
             else:
                 self._wait(self._deadline())
         raise PeerClosed
+
+    def _goes_on(self) -> bool:
+        """Whether the reader is open. What the host says from now on ends a wait, even if it says it now."""
+        self._wake.clear()
+        return not self._reads.closed
 
     def _receive(self) -> None:
         while (frame := self._receiver.pump()) is not None:

@@ -46,7 +46,7 @@ class ServeConfig:
     )
     transport: str = setting(
         "shm",
-        help="How KV pages move: shm (falls back to tcp between machines) or tcp.",
+        help="How KV pages move: shm (tcp between machines), tcp, or nixl (needs the extra nixl).",
         choices=TRANSPORTS,
     )
     kv_memory: int = setting(2**30, help="Memory of each worker's page pool.", unit="bytes", minimum=2**20)

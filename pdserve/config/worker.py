@@ -12,7 +12,7 @@ from pdserve.tls import TlsSource
 from pdserve.types import Role
 
 DTYPES = ("float32", "bfloat16")
-TRANSPORTS = ("shm", "tcp")
+TRANSPORTS = ("shm", "tcp", "nixl")
 KV_MIXING = ("strict", "relaxed")
 
 

@@ -109,6 +109,10 @@ class KVPool(_Mapping):
         _seal(fd)
         return cls(fd, mapping, header, layout)
 
+    def pages_view(self) -> memoryview:
+        """The memory of all pages, from the first one on, [num_pages * stride_bytes]."""
+        return self._bytes[self._header.header_bytes :]
+
     def zero(self, page: int) -> None:
         """Zeroes a page's payload."""
         start = self._checked(page) * self.page_stride

@@ -147,6 +147,7 @@ class Serving:
             host_id=parts.host_id,
             shm=endpoints.get("shm", ""),
             tcp=endpoints.get("tcp", ""),
+            nixl=endpoints.get("nixl", ""),
         )
         return WorkerRecord(
             peer=peer,

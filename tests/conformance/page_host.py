@@ -162,7 +162,7 @@ class Host:
 
 
 def way(name: str) -> Transport:
-    """The transport of that name; "tcp+tls" is tcp with the suite's certificates at both ends."""
+    """The transport of that name; with "+tls" it has the suite's certificates at both ends."""
     plain, _, secure = name.partition("+")
     found = transport(plain)
     if not secure:
@@ -199,6 +199,11 @@ class SourceProcess:
         hello = self._answer()
         self.endpoint: str = hello["endpoint"]
         self.pool_id: int = hello["pool_id"]
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 once it has ended."""
+        return self._process.pid if self._process.poll() is None else 0
 
     def do(self, action: str, *arguments: int) -> Any:
         """Calls a method of the host over there."""

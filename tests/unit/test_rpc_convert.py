@@ -39,7 +39,7 @@ samplings = st.builds(
 )
 peers = st.builds(
     types.PeerRef, worker_id=name, incarnation=st.integers(1, 2**64 - 1), control=text, host_id=text,
-    shm=text, tcp=text,
+    shm=text, tcp=text, nixl=text,
 )  # fmt: skip
 usages = st.builds(types.Usage, prompt_tokens=u32, cached_tokens=u32, completion_tokens=u32)
 stats = st.builds(types.TransferStats, path=text, pages=u32, bytes=u64, hit_pages=u32, resent_pages=u32)

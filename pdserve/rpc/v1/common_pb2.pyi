@@ -251,6 +251,7 @@ class PeerRef(_message.Message):
     HOST_ID_FIELD_NUMBER: _builtins.int
     SHM_FIELD_NUMBER: _builtins.int
     TCP_FIELD_NUMBER: _builtins.int
+    NIXL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     control: _builtins.str
@@ -261,6 +262,8 @@ class PeerRef(_message.Message):
     """Unix socket of the shared-memory data plane; empty if not offered."""
     tcp: _builtins.str
     """host:port of the tcp data plane; empty if not offered."""
+    nixl: _builtins.str
+    """host:port#fingerprint of the nixl data plane's control connection; empty if not offered."""
     def __init__(
         self,
         *,
@@ -270,10 +273,11 @@ class PeerRef(_message.Message):
         host_id: _builtins.str = ...,
         shm: _builtins.str = ...,
         tcp: _builtins.str = ...,
+        nixl: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control", b"control", "host_id", b"host_id", "incarnation", b"incarnation", "shm", b"shm", "tcp", b"tcp", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control", b"control", "host_id", b"host_id", "incarnation", b"incarnation", "nixl", b"nixl", "shm", b"shm", "tcp", b"tcp", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -314,7 +318,7 @@ class TransferStats(_message.Message):
     HIT_PAGES_FIELD_NUMBER: _builtins.int
     RESENT_PAGES_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """"shm", "tcp", or empty if nothing moved."""
+    """"shm", "tcp", "nixl", or empty if nothing moved."""
     pages: _builtins.int
     bytes: _builtins.int
     hit_pages: _builtins.int
