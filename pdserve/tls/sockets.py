@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pdserve.tls.source import TlsSource
 
 RECORD_BYTES = 16384
-"""What one TLS record holds, and so what one call moves."""
+"""What one TLS record holds."""
 _WANT = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -29,33 +29,46 @@ class SecureSocket(ssl.SSLSocket):
     OpenSSL's own record."""
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """As of a plain socket. Raises BlockingIOError, Untrusted, ConnectionError."""
+        """Fills the buffer as far as what has come reaches; 0 at the end of the stream.
+
+        Raises BlockingIOError if nothing has come, Untrusted, ConnectionError.
+        """
+        view = memoryview(buffer)[: nbytes or None]
+        at, size = 0, len(view)
         try:
-            return super().recv_into(buffer, nbytes, flags)
+            while at < size and (count := super().recv_into(view[at:])):  # a record at most per call
+                at += count
         except _WANT:
-            raise BlockingIOError from None
+            if not at:
+                raise BlockingIOError from None
         except ssl.SSLError as error:
             raise _meaning(error) from None
+        return at
 
     def recvmsg_into(self, buffers: Iterable[Any], *unused: Any) -> tuple[int, list[Any], int, None]:  # type: ignore[override]
         """Fills the first buffer alone: a record is decrypted into one place. Raises as `recv_into`."""
         return self.recv_into(next(iter(buffers))), [], 0, None
 
     def sendmsg(self, buffers: Iterable[Any], *unused: Any) -> int:  # type: ignore[override]
-        """Sends what goes into one record; short parts at the front travel together.
+        """Sends of the first buffer what the socket takes now; short ones at the front travel together.
 
         After BlockingIOError the next call must bring the same bytes. Raises what `recv_into` does.
         """
+        view = memoryview(_gather(buffers))
+        at, size = 0, len(view)
         try:
-            return super().send(_record(buffers))
+            while at < size:
+                at += super().send(view[at:])  # a record at most per call
         except _WANT:
-            raise BlockingIOError from None
+            if not at:
+                raise BlockingIOError from None
         except ssl.SSLError as error:
             raise _meaning(error) from None
+        return at
 
 
-def _record(buffers: Iterable[Any]) -> Any:
-    """The first buffer as it is if it fills a record, else the beginning of all, joined."""
+def _gather(buffers: Iterable[Any]) -> Any:
+    """The first buffer as it is if it fills a record, else what makes one record of the first few."""
     parts: list[memoryview] = []
     room = RECORD_BYTES
     for part in buffers:

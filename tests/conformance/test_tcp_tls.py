@@ -13,11 +13,21 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.transport import PageReader, PageServer, ReadStatus, transport
+from kvtransfer.wire import HEADER
 from pdserve.tls import TlsSource
 from pdserve.tls.files import FIXED_NAME
-from tests.conformance.page_host import NUM_PAGES, Host, suite_certs
-from tests.conformance.tcp_kit import dial, hello, is_closed, take, wait_count, wish
-from tests.conformance.transport_kit import WAIT_S, Destination
+from tests.conformance.page_host import NUM_PAGES, Host, content, suite_certs
+from tests.conformance.tcp_kit import (
+    FRAME_BYTES,
+    WELCOME_BYTES,
+    dial,
+    hello,
+    is_closed,
+    take,
+    wait_count,
+    wish,
+)
+from tests.conformance.transport_kit import WAIT_S, Destination, cut_after, proxy, slices
 from tests.support.certs import Certs
 
 
@@ -265,6 +275,73 @@ def test_closing_in_mid_handshake_waits_for_nobody(
                 assert near.recv(1)  # the handshake has begun
                 waiting.close()
         assert destination.wait(1)[0].detail == "closed"
+
+
+# ---- records that do not fit -------------------------------------------------------------------------
+
+
+FEW = 8
+
+
+def test_a_reader_that_takes_little_at_a_time_gets_every_byte(
+    host: Host, server: PageServer, certs: Certs
+) -> None:
+    with dial(server) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with context(certs, "client").wrap_socket(raw) as sock:
+            sock.sendall(hello(host) + b"".join(wish(page, page) for page in range(FEW)))
+            assert len(take(sock, WELCOME_BYTES)) == WELCOME_BYTES
+            for page in range(FEW):
+                assert take(sock, FRAME_BYTES)[HEADER.size :] == content(page)
+
+
+def test_pages_come_whole_one_byte_at_a_time(
+    host: Host, server: PageServer, certs: Certs, destination: Destination
+) -> None:
+    with proxy(server.endpoint(), slices) as endpoint:
+        config = host.reader_config(_Nowhere(endpoint), tls=certs.source())
+        with closing(transport("tcp").reader(config)) as far:
+            for slot in range(2):
+                destination.read(far, slot)
+            destination.wait(2)
+    destination.check_good(range(2))
+    assert destination.guards_whole()
+
+
+@pytest.mark.parametrize("limit", [0, 1, 1000, 2000, 2000 + FRAME_BYTES // 2])
+def test_a_connection_cut_anywhere_fails_what_did_not_arrive(
+    host: Host, server: PageServer, certs: Certs, destination: Destination, limit: int
+) -> None:
+    with proxy(server.endpoint(), cut_after(limit)) as endpoint:
+        config = host.reader_config(_Nowhere(endpoint), tls=certs.source())
+        with closing(transport("tcp").reader(config)) as far:
+            for slot in range(4):
+                destination.read(far, slot)
+            ends = destination.wait(4)
+    assert {done.status for done in ends[1:]} == {ReadStatus.FAILED}
+    assert {done.detail for done in ends if done.status is ReadStatus.FAILED} == {"peer lost"}
+    assert destination.guards_whole()
+    assert host.wait_pins(0)
+
+
+@pytest.mark.parametrize("at", [-1, -20])
+def test_a_byte_changed_on_the_way_places_no_page(
+    host: Host, server: PageServer, certs: Certs, destination: Destination, at: int
+) -> None:
+    def bend(to: socket.socket, data: bytes, before: int) -> bool:
+        if before + len(data) > 4000:
+            data = data[:at] + bytes([data[at] ^ 1]) + data[at:][1:]
+        to.sendall(data)
+        return True
+
+    with proxy(server.endpoint(), bend) as endpoint:
+        config = host.reader_config(_Nowhere(endpoint), tls=certs.source())
+        with closing(transport("tcp").reader(config)) as far:
+            for slot in range(NUM_PAGES):
+                destination.read(far, slot)
+            ends = destination.wait(NUM_PAGES)
+    assert {done.status for done in ends} <= {ReadStatus.GOOD, ReadStatus.FAILED}
+    assert ends[-1].status is ReadStatus.FAILED
 
 
 # ---- new certificates --------------------------------------------------------------------------------
