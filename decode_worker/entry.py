@@ -4,14 +4,66 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from decode_worker.reserve import Reservation
-from kvtransfer.session.decode import DecodeSession
+from decode_worker.reserve import Kept, Reservation
+from kvtransfer.session.decode import DecodeSession, DState
 from kvtransfer.session.decode_events import DEnd, DEvent
 from kvtransfer.session.guard import RoleContext
 from kvtransfer.stamps import ComputeLog, PageLog
-from pdserve.messages import Ended, Finish, Reserve
-from pdserve.sched.plan import SeqStep
+from pdserve.kvcache.allocator import Holder
+from pdserve.messages import Ended, Finish, Reserve, Token
+from pdserve.sched.plan import PageReady, SeqStep
 from pdserve.types import Ledger, Phase, Span, TransferStats, Usage
+
+
+@dataclass(slots=True, kw_only=True)
+class PromptWork:
+    """Prompt rows that this worker computes: those of a local prompt, and again those of a retracted request,
+    as far as the prefix cache does not give them back.
+
+    first_hits: tokens that the scheduler found in the cache when a local prompt started. local: the prompt is
+    (in part) computed here, and not only again.
+    """
+
+    num_tokens: int
+    page_size: int
+    first_hits: int = 0
+    local: bool = False
+    _finished: int = 0
+    _start: int = 0
+    _now: int = 0
+    _open: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self._finished + self._now
+
+    def begin(self, known: int) -> None:
+        """A prompt of which `known` rows are there is to be computed."""
+        self._start, self._open, self.local = known, True, True
+
+    def started(self, hit_tokens: int) -> None:
+        """It starts, or starts again, after these tokens from the cache."""
+        if self._open and not self._finished:
+            self.first_hits = max(self.first_hits, hit_tokens)
+        self._start = max(self._start, hit_tokens)
+
+    def sealed(self, page: PageReady) -> None:
+        """A page is full; while the prompt is computed these are its rows."""
+        if self._open and not page.cached:
+            end = min(self.num_tokens, page.index * self.page_size + page.valid_rows)
+            self._now = max(self._now, end - self._start)
+
+    def done(self) -> None:
+        """All rows that were there at the start are computed; those after the prompt do not count."""
+        if self._open:
+            self._finished += max(0, self.num_tokens - self._start)
+            self._now, self._open = 0, False
+
+    def retracted(self) -> None:
+        """Its pages are gone, and so is what was computed into them."""
+        self._finished += self._now
+        self._start = self._now = 0
+        self._open = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,11 +75,10 @@ class Entry:
     held: Reservation
     ticket_until: float
     accepted_at: float
+    arrival: float
+    computing: PromptWork
     finish: Finish | None = None
-    local_start: int | None = None
-    local_hits: int = 0
     num_retractions: int = 0
-    num_tokens: int = 0
     moved_pages: int = 0
     path: str = ""
     resent: int = 0
@@ -39,6 +90,7 @@ class Entry:
     finish_at: float | None = None
     emitted_at: float | None = None
     first_step: tuple[float, float] | None = None
+    tokens: list[Token] = field(default_factory=list)
     todo: list[DEvent] = field(default_factory=list)
 
     def is_peer(self, peer: str, incarnation: int) -> bool:
@@ -58,6 +110,16 @@ class Entry:
         elif self.first_step is None:
             self.first_step = (began, ended)
 
+    def kept(self, holder: Holder) -> Kept | None:
+        """What a higher key may take over: only a transfer under way has what is not found as prefix hits."""
+        if self.session.state is not DState.PULL:
+            return None
+        held, reading = self.held, self.session.reading
+        pages = {i: p for i, p in enumerate(held.pages) if i >= held.hit_pages and i not in reading}
+        return Kept(
+            holder=holder, pages=pages, verified={i: held.keys[i] for i in self.session.verified}
+        )  # fmt: skip
+
     def ended(self, end: DEnd, ctx: RoleContext, page_bytes: int, now: float) -> Ended:
         """The terminal status for the router."""
         ledger = self.ledger(ctx, page_bytes, now)
@@ -65,7 +127,7 @@ class Entry:
         num_prompt = len(self.call.token_ids) - self.call.num_forced
         usage = Usage(
             prompt_tokens=num_prompt, cached_tokens=min(cached, num_prompt),
-            completion_tokens=self.call.num_forced + self.num_tokens,
+            completion_tokens=self.call.num_forced + len(self.tokens),
         )  # fmt: skip
         return Ended(
             key=self.session.key, finish=end.finish, error_label=end.label, error_message=end.message,
@@ -76,11 +138,7 @@ class Entry:
         """What both sides did for this request, so far."""
         base = self.finish.ledger if self.finish else Ledger()
         held = self.held
-        hits = held.hit_pages * ctx.page_size
-        local = 0
-        if self.local_start is not None:
-            hits = max(hits, self.local_hits)
-            local = len(self.call.token_ids) - max(self.local_start, self.local_hits)
+        hits = max(held.hit_pages * ctx.page_size, self.computing.first_hits)
         started = self.announced_at or self.running_at
         moved = TransferStats(
             path=self.path, pages=self.moved_pages,
@@ -90,7 +148,7 @@ class Entry:
             prefill_worker=base.prefill_worker, decode_worker=ctx.worker_id,
             prefill_computed_tokens=base.prefill_computed_tokens,
             prefill_cached_tokens=base.prefill_cached_tokens,
-            decode_computed_prompt_tokens=local, decode_hit_tokens=hits,
+            decode_computed_prompt_tokens=self.computing.rows, decode_hit_tokens=hits,
             prefill_queue_s=base.prefill_queue_s, prefill_compute_s=base.prefill_compute_s,
             transfer_s=max(0.0, self.running_at - started) if self.running_at else 0.0,
             decode_s=now - self.running_at if self.running_at else 0.0,
@@ -101,7 +159,7 @@ class Entry:
     def _spans(self, clock: str, base: Ledger, now: float) -> list[Span]:
         """Everybody's stretches so far, by the clocks of those who stamped them."""
         source = self.call.prefill.worker_id if self.call.prefill is not None else ""
-        local = self.local_start is not None
+        local = self.computing.local
         out = [_span(Phase.DISPATCH, clock, self.accepted_at, self.accepted_at)]
         out += [replace(s, on_path=s.on_path and not local) for s in base.spans]
         out += self.pages.spans(clock, source) + self.compute.spans(clock, now)

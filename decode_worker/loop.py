@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from decode_worker.entry import Entry
+from decode_worker.entry import Entry, PromptWork
 from decode_worker.pulls import Pulls
-from decode_worker.reserve import Reservation, reserve
+from decode_worker.replies import refused, superseded
+from decode_worker.reserve import Reservation, longest_pages, reserve
+from decode_worker.sequences import PREFIX, Sequences, holder_of, seq_id_of
 from kvtransfer import ticket
 from kvtransfer.effects import AnswerDecode, Count, Dial, Effect, ToPrefiller
 from kvtransfer.session import decode_events as table
 from kvtransfer.session.decode import DecodeSession
 from kvtransfer.session.guard import LONGEST_TICKET_S, RoleContext, Tombstones, check_call
 from kvtransfer.transport import ReadStatus
-from pdserve.kvcache.allocator import Holder, HolderKind
 from pdserve.kvcache.manager import PageManager
 from pdserve.messages import (
     Abort,
@@ -35,12 +36,12 @@ from pdserve.messages import (
     TransferMessage,
 )
 from pdserve.sched.plan import (
+    PageReady,
     Preempted,
+    PromptDone,
     SeqEvent,
     SeqFailed,
     SeqFinished,
-    SeqKind,
-    SeqSpec,
     SeqStep,
     SeqStopped,
     Started,
@@ -48,8 +49,6 @@ from pdserve.sched.plan import (
 )
 from pdserve.sched.scheduler import StepScheduler
 from pdserve.types import HandoverMode, Key
-
-PREFIX = "D:"
 
 
 class DecodeRole:
@@ -71,6 +70,7 @@ class DecodeRole:
         self._entries: dict[Key, Entry] = {}  # those and superseded ones that are not quiet yet
         self._by_seq: dict[str, Entry] = {}
         self._pulls = Pulls(ctx, pages)
+        self._sequences = Sequences(ctx, pages, scheduler)
         self._renew_at = float("inf")
         self._stones = Tombstones()
         self.draining = False
@@ -80,6 +80,11 @@ class DecodeRole:
     @property
     def num_live(self) -> int:
         return len(self._entries)
+
+    @property
+    def num_active(self) -> int:
+        """Keys that can still make progress."""
+        return sum(entry.session.live for entry in self._entries.values())
 
     @property
     def pace_s(self) -> float:
@@ -107,25 +112,16 @@ class DecodeRole:
         """The router's Reserve. Answered at once by Reserved or Refused."""
         facts = check_call(self._ctx, call, now)
         if not isinstance(facts, ticket.TicketFacts):
-            return [_refused(call.key, *facts)]
+            return [refused(call.key, *facts)]
         recorded = self._stones.answer(call.key)
         if recorded is not None:
-            return [_refused(call.key, Refusal.OUTDATED_KEY, f"this try is over: {recorded}")]
-        live = self._live.get(call.key.request_id)
-        if live is not None and live.session.key >= call.key:
-            return [_refused(call.key, Refusal.OUTDATED_KEY, "this try or a newer one is running")]
-        out: list[Effect] = []
-        if live is not None:
-            out += self._run(live, _superseded(), now)
-            self._live.pop(call.key.request_id, None)
-        if self.draining:
-            return [*out, _refused(call.key, Refusal.DRAINING, "this worker takes no new requests")]
-        if call.mode is HandoverMode.LOCAL and self._scheduler.num_waiting >= self._ctx.max_num_seqs:
-            return [*out, _refused(call.key, Refusal.FULL, "too many requests wait here", retry_after_s=0.2)]
-        held = reserve(self._ctx, self._pages, call, _seq_id(call.key))
-        if isinstance(held, Refused):
-            return [*out, AnswerDecode(key=call.key, message=held)]
-        return out + self._accept(call, held, facts, now)
+            return [refused(call.key, Refusal.OUTDATED_KEY, f"this try is over: {recorded}")]
+        entry = self._live.get(call.key.request_id)
+        if entry is not None and entry.session.key > call.key:
+            return [refused(call.key, Refusal.OUTDATED_KEY, "a newer try is running")]
+        if entry is not None and entry.session.key == call.key:
+            return self._repeat(entry)
+        return self._take(call, entry, facts, now)
 
     def cancel(self, key: Key, now: float) -> tuple[Outcome, list[Effect]]:
         """The router cancels this key. The outcome says what is known to have happened."""
@@ -139,6 +135,8 @@ class DecodeRole:
             self._stones.put(key, Outcome.NEVER_STARTED, now + LONGEST_TICKET_S)
         if entry is None:
             return Outcome.NEVER_STARTED, []
+        if not entry.session.live and entry.session.outcome is Outcome.COMPLETE:
+            return Outcome.COMPLETE, []
         stop = table.Stop(label="cancelled", message="the request was cancelled", retryable=False)
         return Outcome.STOPPING, self._run(entry, stop, now)
 
@@ -147,6 +145,8 @@ class DecodeRole:
         entry = self._entries.get(key)
         if entry is None:
             return self._stones.answer(key) or Outcome.UNKNOWN, []
+        if not entry.session.live:
+            return entry.session.outcome, []
         if not entry.session.pulling:
             return Outcome.COMPLETE, []
         return Outcome.STOPPING, self._run(entry, table.Switch(detail="prefill worker is gone"), now)
@@ -184,8 +184,13 @@ class DecodeRole:
             return []
         match event:
             case Started():
-                if entry.local_start is not None and not entry.num_retractions:
-                    entry.local_hits = event.hit_tokens
+                entry.computing.started(event.hit_tokens)
+                return []
+            case PageReady():
+                entry.computing.sealed(event)
+                return []
+            case PromptDone():
+                entry.computing.done()
                 return []
             case TokenSampled():
                 return self._run(entry, table.Sampled(index=event.index, token_id=event.token_id), now)
@@ -194,6 +199,7 @@ class DecodeRole:
                 return self._run(entry, table.Finished(reason=event.reason), now)
             case Preempted():
                 entry.num_retractions += 1
+                entry.computing.retracted()
                 return [Count(name="retractions")]
             case SeqFailed():
                 stop = table.Stop(label="internal", message=event.message, retryable=False)
@@ -217,6 +223,16 @@ class DecodeRole:
         entry.emitted_at = now
         return replace(token, ledger=entry.ledger(self._ctx, self._page_bytes, now))
 
+    def pool_shrunk(self, now: float) -> list[Effect]:
+        """Pages went into quarantine: requests that the pool can not hold any more go elsewhere."""
+        message = "the request does not fit this worker any more"
+        stop = table.Stop(label="unavailable", message=message, retryable=True)
+        over = [
+            e for e in self._entries.values()
+            if e.session.live and longest_pages(self._ctx, e.call) > self._pages.num_usable
+        ]  # fmt: skip
+        return [effect for entry in over for effect in self._run(entry, stop, now)]
+
     def tick(self, now: float) -> list[Effect]:
         """Fires what is due. Call it only after the inbox is drained."""
         self._stones.expire(now)
@@ -228,15 +244,48 @@ class DecodeRole:
 
     # -- inside -----------------------------------------------------------------------------------------
 
+    def _repeat(self, entry: Entry) -> list[Effect]:
+        """Guard 4: the live key's Reserve again, on another stream. What was said is said again."""
+        key = entry.session.key
+        if not entry.session.live:
+            return [refused(key, Refusal.OUTDATED_KEY, f"this try is over: {entry.session.outcome}")]
+        hits = entry.held.hit_pages * self._ctx.page_size
+        reserved = Reserved(key=key, mode=entry.held.mode, hit_tokens=hits)
+        again = [AnswerDecode(key=key, message=token) for token in entry.tokens]
+        return [AnswerDecode(key=key, message=reserved), *again]
+
+    def _take(self, call: Reserve, old: Entry | None, facts: ticket.TicketFacts, now: float) -> list[Effect]:
+        """Takes a new key, or says why not. Guard 3: what it needs is held before the lower key is ended, and
+        that one's pages pass to it; so a try that does not fit costs the one that runs nothing."""
+        going_on = old is not None and old.session.live
+        if self.draining and not going_on:
+            return [refused(call.key, Refusal.DRAINING, "this worker takes no new requests")]
+        if call.mode is HandoverMode.LOCAL and self._scheduler.num_waiting >= self._ctx.max_num_seqs:
+            return [refused(call.key, Refusal.FULL, "too many requests wait here", retry_after_s=0.2)]
+        kept = old.kept(holder_of(old.session.key)) if old is not None else None
+        held = reserve(self._ctx, self._pages, call, seq_id_of(call.key), kept)
+        if isinstance(held, Refused):
+            return [AnswerDecode(key=call.key, message=held)]
+        out = self._run(old, superseded(), now) if old is not None else []
+        age = old.arrival if old is not None else now
+        return out + self._accept(call, held, facts, arrival=age, now=now)
+
     def _accept(
-        self, call: Reserve, held: Reservation, facts: ticket.TicketFacts, now: float
+        self, call: Reserve, held: Reservation, facts: ticket.TicketFacts, *, arrival: float, now: float
     ) -> list[Effect]:
-        session = DecodeSession(key=call.key, lease_s=self._ctx.lease_s)
+        ctx = self._ctx
+        session = DecodeSession(key=call.key, lease_s=ctx.lease_s, credit_pages=ctx.credit_pages)
         entry = Entry(
-            session=session, call=call, held=held, ticket_until=facts.decode_expires, accepted_at=now
+            session=session,
+            call=call,
+            held=held,
+            ticket_until=facts.decode_expires,
+            accepted_at=now,
+            arrival=arrival,
+            computing=PromptWork(num_tokens=held.rows, page_size=held.page_size),
         )
         self._live[call.key.request_id] = self._entries[call.key] = entry
-        self._by_seq[_seq_id(call.key)] = entry
+        self._by_seq[seq_id_of(call.key)] = entry
         hit_tokens = held.hit_pages * self._ctx.page_size
         answer = Reserved(key=call.key, mode=held.mode, hit_tokens=hit_tokens)
         out: list[Effect] = [AnswerDecode(key=call.key, message=answer)]
@@ -246,8 +295,8 @@ class DecodeRole:
             self._renew_at = min(self._renew_at, now + self._ctx.lease_s / 3)
         accepted = table.Accepted(
             mode=held.mode, num_pages=held.num_pages, hit_pages=held.hit_pages, ticket=call.ticket,
-            deadline_at=now + call.deadline_s, num_forced=call.num_forced,
-            max_tokens=call.sampling.max_tokens,
+            deadline_at=min(now + call.deadline_s, facts.decode_expires), num_forced=call.num_forced,
+            max_tokens=call.sampling.max_tokens, verified=held.verified,
         )  # fmt: skip
         return out + self._run(entry, accepted, now)
 
@@ -304,27 +353,27 @@ class DecodeRole:
             case table.DCancelReads():
                 return self._pulls.cancel(entry)
             case table.DRun():
-                self._publish(entry)
                 entry.running_at = now
-                if effect.finish.finish is None:
-                    self._submit(entry, first=effect.finish.token_id)
+                self._sequences.go_on(entry, effect.finish)
             case table.DRunLocal():
                 entry.running_at = now
                 entry.compute.ready(now)
-                self._submit_local(entry, effect.verified_pages)
+                self._sequences.prefill(entry, effect.verified_pages)
             case table.DEmit():
                 token = Token(key=key, index=effect.index, token_id=effect.token_id)
-                entry.num_tokens += 1
-                if entry.num_tokens == 1:
+                if not entry.tokens:
                     token = self.emitted(token, now)
+                entry.tokens.append(token)
                 return [AnswerDecode(key=key, message=token)]
             case table.DEnd():
                 return [AnswerDecode(key=key, message=entry.ended(effect, self._ctx, self._page_bytes, now))]
             case table.DStopCompute():
-                if not self._scheduler.has(_seq_id(key)) or self._scheduler.cancel(_seq_id(key)):
+                if self._sequences.stop(key):
                     entry.todo.append(table.ComputeQuiet())
             case table.DRelease():
                 self._release(entry, effect.outcome)
+            case table.DCount():
+                return [Count(name=effect.name)]
         return []
 
     def _send(self, entry: Entry, message: TransferMessage) -> list[Effect]:
@@ -333,57 +382,11 @@ class DecodeRole:
             return []
         return [ToPrefiller(peer=peer.worker_id, incarnation=peer.incarnation, message=message)]
 
-    def _publish(self, entry: Entry) -> None:
-        """Seals the full prompt pages that came by wire and offers them to the prefix cache."""
-        held = entry.held
-        for index in range(held.hit_pages, len(held.full_keys)):
-            self._pages.seal(held.pages[index], self._ctx.page_size)
-            if entry.call.use_prefix_cache:
-                parent = held.full_keys[index - 1] if index else None
-                self._pages.publish(held.pages[index], held.full_keys[index], parent)
-
-    def _submit(self, entry: Entry, *, first: int) -> None:
-        num_tokens = len(entry.call.token_ids)
-        tokens = (*entry.call.token_ids, first)
-        self._scheduler.submit(
-            self._spec(entry, tokens, num_computed=num_tokens, num_shared=len(entry.held.full_keys))
-        )
-
-    def _submit_local(self, entry: Entry, verified_pages: int) -> None:
-        tokens = entry.call.token_ids
-        done = min(verified_pages * self._ctx.page_size, len(tokens) - 1)
-        entry.local_start = done
-        self._scheduler.submit(self._spec(entry, tokens, num_computed=done, num_shared=entry.held.hit_pages))
-
-    def _spec(self, entry: Entry, tokens: tuple[int, ...], *, num_computed: int, num_shared: int) -> SeqSpec:
-        call = entry.call
-        return SeqSpec(
-            seq_id=_seq_id(call.key), kind=SeqKind.FULL, token_ids=tokens,
-            num_prompt=len(call.token_ids) - call.num_forced, sampling=call.sampling,
-            arrival=entry.accepted_at, num_computed=num_computed, pages=entry.held.pages,
-            num_shared=num_shared, use_prefix_cache=call.use_prefix_cache, cache_salt=entry.held.salt,
-            priority=call.priority,
-        )  # fmt: skip
-
     def _release(self, entry: Entry, outcome: Outcome) -> None:
         key = entry.session.key
-        self._pages.drop_all(Holder(HolderKind.REQUEST, _seq_id(key)))
+        self._pages.drop_all(holder_of(key))
         self._stones.put(key, outcome, entry.ticket_until)
         self._entries.pop(key, None)
-        self._by_seq.pop(_seq_id(key), None)
+        self._by_seq.pop(seq_id_of(key), None)
         if self._live.get(key.request_id) is entry:
             del self._live[key.request_id]
-
-
-def _superseded() -> table.Stop:
-    message = "a newer try of this request took over"
-    return table.Stop(label="cancelled", message=message, retryable=False, outcome=Outcome.SUPERSEDED)
-
-
-def _seq_id(key: Key) -> str:
-    return f"{PREFIX}{key}"
-
-
-def _refused(key: Key, reason: Refusal, detail: str, *, retry_after_s: float = 0.0) -> AnswerDecode:
-    refused = Refused(key=key, reason=reason, detail=detail, retry_after_s=retry_after_s)
-    return AnswerDecode(key=key, message=refused)

@@ -5,10 +5,10 @@ What lives here: prefix hits, the local-or-not decision, the reservation. What d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtransfer.session.guard import RoleContext, cache_salt, sampling_room
-from pdserve.kvcache.allocator import Holder, HolderKind
+from pdserve.kvcache.allocator import Holder, HolderKind, PageState
 from pdserve.kvcache.manager import PageManager
 from pdserve.kvcache.prefix import content_keys, tail_key
 from pdserve.messages import Announce, Refusal, Refused, Reserve
@@ -20,7 +20,8 @@ class Reservation:
     """Pages held for one request, hits first, then empty ones for the prompt, then growth.
 
     num_pages: pages of the prompt (with its tail). full_keys: content keys of the full prompt pages; keys
-    has the tail's too, if there is one. In local mode no pages are held: the scheduler takes them.
+    has the tail's too, if there is one. verified: indices beyond the hits that a lower key of this request
+    had verified. In local mode no pages are held, unless some were taken over: the scheduler takes them.
     """
 
     mode: HandoverMode
@@ -32,6 +33,15 @@ class Reservation:
     salt: bytes
     rows: int
     page_size: int
+    verified: frozenset[int] = frozenset()
+
+    @property
+    def known_rows(self) -> int:
+        """Prompt rows that need not be computed: hits and what is verified right after them."""
+        count = self.hit_pages
+        while count in self.verified:
+            count += 1
+        return min(count * self.page_size, self.rows)
 
     def expects(self, announce: Announce) -> bool:
         """Whether the announced page is the one our own token ids ask for, with the right number of rows."""
@@ -40,47 +50,105 @@ class Reservation:
         return announce.valid_rows == min(self.page_size, self.rows - announce.index * self.page_size)
 
 
-def reserve(ctx: RoleContext, pages: PageManager, call: Reserve, seq_id: str) -> Reservation | Refused:
-    """Takes prefix hits and empty pages for a request, or says why not; nothing is held then.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What the lower key of a request leaves to a higher one that takes over: its pages by index, without
+    prefix hits and without those that a read may still write. verified: content keys of the proven ones."""
 
-    Reserves the prompt and `growth_tokens` of completion, and leaves the prefill floor free.
+    holder: Holder
+    pages: dict[int, int]
+    verified: dict[int, bytes]
+
+    def usable(self, pages: PageManager, first: int) -> dict[int, int]:
+        """Those from index `first` on that may be written."""
+        good = (PageState.RESERVED, PageState.FILLING)
+        return {i: page for i, page in self.pages.items() if i >= first and pages.state(page) in good}
+
+
+def reserve(
+    ctx: RoleContext, pages: PageManager, call: Reserve, seq_id: str, kept: Kept | None = None
+) -> Reservation | Refused:
+    """Takes prefix hits and empty pages for a request, or says why not; nothing is changed then.
+
+    Reserves the prompt and `growth_tokens` of completion, and leaves the prefill floor free. kept: pages to
+    take over from a lower key of the same request; they pass to the new holder.
     """
     num_tokens = len(call.token_ids)
-    num_prompt = num_tokens - call.num_forced
-    longest = num_prompt + sampling_room(num_prompt, call.sampling, ctx.max_context)
-    if num_tokens > ctx.max_context or ctx.num_pages(longest) > pages.num_pages:
+    longest = _longest(ctx, call)
+    if num_tokens > ctx.max_context or ctx.num_pages(longest) > pages.num_usable:
         return _refuse(call, Refusal.NEVER_FITS, "prompt and max_tokens do not fit this worker's page pool")
     salt = cache_salt(call.tenant)
     full = content_keys(call.token_ids, ctx.page_size, salt=salt, model=ctx.model, numerics=ctx.numerics)
     holder = Holder(HolderKind.REQUEST, seq_id)
     usable = full[: (num_tokens - 1) // ctx.page_size] if call.use_prefix_cache else ()
     hits = pages.match_and_hold(usable, holder)
-    mode = _mode(ctx, call, num_tokens - len(hits) * ctx.page_size)
-    if mode is HandoverMode.LOCAL:
+    made = Reservation(
+        mode=HandoverMode.DISAGGREGATED, pages=hits, num_pages=ctx.num_pages(num_tokens), hit_pages=len(hits),
+        full_keys=full, keys=_with_tail(ctx, call, full, salt), salt=salt, rows=num_tokens,
+        page_size=ctx.page_size,
+    )  # fmt: skip
+    old = kept.usable(pages, len(hits)) if kept is not None else {}
+    if kept is not None:
+        good = frozenset(i for i in old if made.keys[i : i + 1] == (kept.verified.get(i),))
+        made = replace(made, verified=good)
+    made = replace(made, mode=_mode(ctx, call, num_tokens - made.known_rows))
+    if made.mode is HandoverMode.LOCAL and not old:
         # The scheduler finds the hits again when the sequence's turn comes; until then it holds nothing.
         pages.drop_all(holder)
-        return _reservation(ctx, call, mode, pages=(), hit_pages=0, full=full, salt=salt)
-    target = min(longest, num_tokens + ctx.growth_tokens)
-    taken = pages.reserve(ctx.num_pages(target) - len(hits), holder, keep_back=ctx.floor_pages)
-    if taken is None:
+        return replace(made, pages=(), hit_pages=0)
+    total = ctx.num_pages(min(longest, num_tokens + ctx.growth_tokens))
+    table = _fill_up(ctx, pages, holder, hits=hits, old=old, total=total)
+    if table is None:
         pages.drop_all(holder)
         return _refuse(call, Refusal.FULL, "no pages are free", retry_after_s=0.1)
-    return _reservation(ctx, call, mode, pages=(*hits, *taken), hit_pages=len(hits), full=full, salt=salt)
+    for page in set(old.values()) & set(table):
+        assert kept is not None
+        pages.hold(page, holder)
+        pages.drop(page, kept.holder)
+    return replace(made, pages=table)
 
 
-def _reservation(
-    ctx: RoleContext, call: Reserve, mode: HandoverMode, *, pages: tuple[int, ...], hit_pages: int,
-    full: tuple[bytes, ...], salt: bytes,
-) -> Reservation:  # fmt: skip
-    num_tokens = len(call.token_ids)
-    keys = full
-    if num_tokens % ctx.page_size:
-        tail = tail_key(call.token_ids, ctx.page_size, salt=salt, model=ctx.model, numerics=ctx.numerics)
-        keys = (*full, tail)
-    return Reservation(
-        mode=mode, pages=pages, num_pages=ctx.num_pages(num_tokens), hit_pages=hit_pages, full_keys=full,
-        keys=keys, salt=salt, rows=num_tokens, page_size=ctx.page_size,
-    )  # fmt: skip
+def _longest(ctx: RoleContext, call: Reserve) -> int:
+    num_prompt = len(call.token_ids) - call.num_forced
+    return num_prompt + sampling_room(num_prompt, call.sampling, ctx.max_context)
+
+
+def longest_pages(ctx: RoleContext, call: Reserve) -> int:
+    """Pages that a request takes at its longest."""
+    return ctx.num_pages(_longest(ctx, call))
+
+
+def _fill_up(
+    ctx: RoleContext,
+    pages: PageManager,
+    holder: Holder,
+    *,
+    hits: tuple[int, ...],
+    old: dict[int, int],
+    total: int,
+) -> tuple[int, ...] | None:
+    """A block table of `total` pages: hits, old ones where they are, fresh ones elsewhere. None: pages lack.
+
+    The floor is for prompts that would wait behind reservations; what could then never be reserved, not even
+    in an empty pool, may have all of it.
+    """
+    missing = [i for i in range(len(hits), total) if i not in old]
+    keep_back = min(ctx.floor_pages, max(0, pages.num_usable - total)) if missing else 0
+    fresh = pages.reserve(len(missing), holder, keep_back=keep_back)
+    if fresh is None:
+        return None
+    found = old | dict(zip(missing, fresh, strict=True))
+    return (*hits, *(found[i] for i in range(len(hits), total)))
+
+
+def _with_tail(ctx: RoleContext, call: Reserve, full: tuple[bytes, ...], salt: bytes) -> tuple[bytes, ...]:
+    """The content keys of all prompt pages, with the tail's if there is one."""
+    if len(call.token_ids) % ctx.page_size == 0:
+        return full
+    return (
+        *full,
+        tail_key(call.token_ids, ctx.page_size, salt=salt, model=ctx.model, numerics=ctx.numerics),
+    )
 
 
 def _mode(ctx: RoleContext, call: Reserve, uncached: int) -> HandoverMode:

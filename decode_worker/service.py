@@ -19,7 +19,7 @@ from kvtransfer.effects import AnswerDecode, Effect
 from kvtransfer.port import WorkerPort
 from pdserve import failpoints
 from pdserve.errors import StalePeer
-from pdserve.messages import Ended, Outcome, Refusal, Refused, Reserved, Token
+from pdserve.messages import Ended, Outcome, Refused, Reserved, Token
 from pdserve.rpc import convert
 from pdserve.rpc.server import RpcServer
 from pdserve.rpc.v1 import decode_pb2, decode_pb2_grpc
@@ -38,7 +38,7 @@ class DecodeDriver(decode_pb2_grpc.DecodeServiceServicer):
         self.role = DecodeRole(
             parts.context, parts.pages, parts.scheduler, page_bytes=parts.layout.page_bytes
         )
-        self._calls: dict[Key, asyncio.Queue[Event]] = {}
+        self._calls: dict[Key, list[asyncio.Queue[Event]]] = {}
         self._reads = Reads(port, self.role)
         self._links = Links(port, self.role, on_over=self._reads.forget)
         port.on(AnswerDecode, self._answer)
@@ -60,14 +60,11 @@ class DecodeDriver(decode_pb2_grpc.DecodeServiceServicer):
     async def Reserve(  # noqa: N802
         self, request: decode_pb2.ReserveRequest, context: Context
     ) -> AsyncIterator[decode_pb2.ReserveResponse]:
-        """Router → here. A broken stream is a cancel."""
+        """Router → here. The same key on a second stream hears everything again, on both. When the last
+        stream of a key breaks, that is a cancel."""
         call = convert.reserve_from_pb(request)
-        if call.key in self._calls:
-            twice = Refused(key=call.key, reason=Refusal.OUTDATED_KEY, detail="this try is running")
-            yield convert.decode_event_to_pb(twice)
-            return
         queue: asyncio.Queue[Event] = asyncio.Queue()
-        self._calls[call.key] = queue
+        self._calls.setdefault(call.key, []).append(queue)
         over = False
         try:
             self._port.feed(lambda now: self.role.reserve(call, now))
@@ -79,8 +76,7 @@ class DecodeDriver(decode_pb2_grpc.DecodeServiceServicer):
                     await asyncio.sleep(wait_s)
                 yield convert.decode_event_to_pb(event)
         finally:
-            del self._calls[call.key]
-            if not over:
+            if self._forget(call.key, queue) and not over:
                 self._ask(lambda now: self.role.cancel(call.key, now))
 
     async def CancelDecode(  # noqa: N802
@@ -116,10 +112,18 @@ class DecodeDriver(decode_pb2_grpc.DecodeServiceServicer):
         return outcome
 
     def _answer(self, effect: AnswerDecode) -> None:
-        queue, message = self._calls.get(effect.key), effect.message
-        if queue is None:
-            return
+        message = effect.message
         if isinstance(message, Token) and message.ledger is not None:
             failpoints.stall("admit")
             message = self.role.emitted(message, self._port.loop.time())
-        queue.put_nowait(message)
+        for queue in self._calls.get(effect.key, []):
+            queue.put_nowait(message)
+
+    def _forget(self, key: Key, queue: asyncio.Queue[Event]) -> bool:
+        """True if that was the key's last stream."""
+        left = [each for each in self._calls[key] if each is not queue]
+        if left:
+            self._calls[key] = left
+        else:
+            del self._calls[key]
+        return not left

@@ -101,6 +101,13 @@ class SetGenerations:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Retire:
+    """This incarnation is over: end the process at once, saying nothing more; the fleet starts a new one."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
     """Add to a counter. `name` comes from the closed set in pdserve.worker.metrics."""
 
@@ -120,4 +127,5 @@ Effect = (
     | RunStep
     | SetGenerations
     | Count
+    | Retire
 )

@@ -14,10 +14,13 @@ Mixing = Literal["strict", "relaxed"]
 SAME_HOST_ONLY = frozenset({"shm"})
 
 
-def pairing_problem(prefill: CapabilityRecord, decode: CapabilityRecord, mixing: Mixing) -> str | None:
+def pairing_problem(
+    prefill: CapabilityRecord, decode: CapabilityRecord, mixing: Mixing, *, same_host: bool = True
+) -> str | None:
     """Why pages of `prefill` are no good to `decode`, as a sentence for people; None if they fit.
 
     mixing: "strict" also asks for pages computed in the same way (numerics id); "relaxed" does not.
+    same_host: whether transports of one machine can reach.
     """
     if not _protocols_overlap(prefill.protocol, decode.protocol):
         return (
@@ -32,10 +35,16 @@ def pairing_problem(prefill: CapabilityRecord, decode: CapabilityRecord, mixing:
             f"prefill computes pages as {prefill.numerics} and decode as {decode.numerics}; "
             "give both the same dtype, kernels and threads, or allow --kv-mixing relaxed."
         )
-    if not set(prefill.transports) & set(decode.transports):
+    if not set(prefill.codecs) & set(decode.codecs):
+        return (
+            f"prefill sends pages as {_names(prefill.codecs)} and decode reads {_names(decode.codecs)}; "
+            "bring both to one release."
+        )
+    if common_transport(prefill, decode, same_host=same_host) is None:
+        apart = "" if same_host else " between two machines"
         return (
             f"prefill offers transports {_names(prefill.transports)} and decode {_names(decode.transports)}; "
-            "enable one on both."
+            f"enable one on both that works{apart}."
         )
     return None
 

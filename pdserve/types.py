@@ -90,7 +90,8 @@ class CapabilityRecord:
     """What a worker can exchange with others, published at registration (protocol.md §3).
 
     layout: fingerprint of the page layout. numerics: how pages are computed (dtype, kernels, threads).
-    model, tokenizer: hex digests. transports: names in order of preference. protocol: (lowest, highest).
+    model, tokenizer: hex digests. transports: names in order of preference. codecs: how page bytes may be
+    encoded on the way ("raw": as they lie in the pool). protocol: (lowest, highest) page protocol spoken.
     """
 
     layout: str
@@ -102,6 +103,7 @@ class CapabilityRecord:
     page_bytes: int
     transports: tuple[str, ...]
     protocol: tuple[int, int] = (1, 1)
+    codecs: tuple[str, ...] = ("raw",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from kvtransfer.session.guard import RoleContext, cache_salt
 from kvtransfer.session.prefill import PrefillSession
 from kvtransfer.session.prefill_events import PEvent
 from kvtransfer.stamps import ComputeLog
 from pdserve.messages import Announce, Finish, PrefillRequest, TransferMessage
-from pdserve.sched.plan import PageReady, TokenSampled
+from pdserve.sched.plan import PageReady, SeqKind, SeqSpec, TokenSampled
 from pdserve.types import Ledger
 
 
@@ -32,6 +33,7 @@ class Entry:
     done_at: float = 0.0
     compute: ComputeLog = field(default_factory=ComputeLog)
     sealed_s: dict[int, float] = field(default_factory=dict)
+    missed: int = 0
     todo: list[PEvent] = field(default_factory=list)
 
     def is_peer(self, peer: str, incarnation: int) -> bool:
@@ -42,6 +44,10 @@ class Entry:
         """A page of the prompt is there, computed or found."""
         self.computed_rows += 0 if event.cached else event.valid_rows
         self.sealed_s[event.index] = now if event.cached else self.compute.ended_at or now
+
+    def num_pages(self, ctx: RoleContext) -> int:
+        """Pages that its prompt takes, as far as it is known."""
+        return ctx.num_pages(len(self.call.token_ids)) if self.call is not None else 0
 
     def stamped(self, message: TransferMessage, worker_id: str, now: float) -> TransferMessage:
         """A message to decode with what the ledger wants to know of it."""
@@ -65,3 +71,12 @@ class Entry:
             num_retractions=self.num_preempted,
             spans=tuple(self.compute.spans(worker_id, now)),
         )
+
+
+def sequence(call: PrefillRequest, seq_id: str, queued_at: float) -> SeqSpec:
+    """The prompt as the step scheduler takes it."""
+    return SeqSpec(
+        seq_id=seq_id, kind=SeqKind.PREFILL_ONLY, token_ids=call.token_ids,
+        num_prompt=len(call.token_ids) - call.num_forced, sampling=call.sampling, arrival=queued_at,
+        use_prefix_cache=call.use_prefix_cache, cache_salt=cache_salt(call.tenant), priority=call.priority,
+    )  # fmt: skip

@@ -9,10 +9,16 @@ from __future__ import annotations
 from kvtransfer import ticket
 from kvtransfer.effects import AnswerPrefill, Count, Effect
 from kvtransfer.session import prefill_events as table
-from kvtransfer.session.guard import LONGEST_TICKET_S, RoleContext, Tombstones, cache_salt, check_call
+from kvtransfer.session.guard import (
+    LONGEST_TICKET_S,
+    RoleContext,
+    Tombstones,
+    cache_salt,
+    check_call,
+    check_grant,
+)
 from kvtransfer.session.prefill import PrefillSession
-from pdserve.errors import PermissionRefused
-from pdserve.kvcache.allocator import Holder, HolderKind, PageState
+from pdserve.kvcache.allocator import Holder, HolderKind
 from pdserve.kvcache.manager import PageManager
 from pdserve.kvcache.prefix import page_keys
 from pdserve.messages import (
@@ -34,8 +40,6 @@ from pdserve.sched.plan import (
     SeqEvent,
     SeqFailed,
     SeqFinished,
-    SeqKind,
-    SeqSpec,
     SeqStep,
     SeqStopped,
     Started,
@@ -43,9 +47,9 @@ from pdserve.sched.plan import (
 )
 from pdserve.sched.scheduler import StepScheduler
 from pdserve.types import Key, PageName
-from prefill_worker.digests import PageDigests
-from prefill_worker.entry import Entry
-from prefill_worker.replies import MISMATCH, compute, mismatch, refused, to_peer
+from prefill_worker.entry import Entry, sequence
+from prefill_worker.holds import Holds
+from prefill_worker.replies import LOST, MISMATCH, compute, mismatch, never_started, refused, to_peer
 
 PREFIX = "P:"
 
@@ -61,7 +65,7 @@ class PrefillRole:
         self._entries: dict[Key, Entry] = {}  # those and superseded ones that still compute
         self._by_seq: dict[str, Entry] = {}
         self._stones = Tombstones()
-        self._digests = PageDigests()
+        self._holds = Holds(pages)
         self.draining = False
 
     # -- questions --------------------------------------------------------------------------------------
@@ -69,6 +73,11 @@ class PrefillRole:
     @property
     def num_live(self) -> int:
         return len(self._entries)
+
+    @property
+    def num_active(self) -> int:
+        """Keys that can still make progress."""
+        return sum(entry.session.live for entry in self._entries.values())
 
     @property
     def pace_s(self) -> float:
@@ -101,13 +110,14 @@ class PrefillRole:
         recorded = self._stones.answer(call.key)
         if recorded is not None:
             return [AnswerPrefill(key=call.key, message=Prefilled(key=call.key, outcome=recorded))]
-        out = self._supersede(call.key, now)
         entry = self._live.get(call.key.request_id)
         if entry is not None and entry.session.key > call.key:
-            return [*out, refused(call.key, Refusal.OUTDATED_KEY, "a newer try is running")]
+            return [refused(call.key, Refusal.OUTDATED_KEY, "a newer try is running")]
+        out = self._supersede(call.key, now)
+        entry = self._entries.get(call.key)
+        if (entry is None or entry.call is None) and (refusal := self._no_room(call, entry)):
+            return [*out, *(self._run(entry, never_started(), now) if entry is not None else []), refusal]
         if entry is None:
-            if refusal := self._no_room(call):
-                return [*out, refusal]
             entry = self._new(call.key, call.decode.worker_id, call.decode.incarnation, facts, now)
         if entry.request_hash != facts.request_hash:
             stop = self._run(entry, mismatch(), now) if entry.call is None else []
@@ -117,7 +127,7 @@ class PrefillRole:
             return [*out, AnswerPrefill(key=call.key, message=over)]
         if entry.call is None:
             self._attach(entry, call, now)
-        deadline_at = now + call.deadline_s
+        deadline_at = min(now + call.deadline_s, facts.prefill_expires)
         return out + self._run(entry, table.PrefillHalf(deadline_at=deadline_at), now)
 
     def cancel(self, key: Key, now: float) -> tuple[Outcome, list[Effect]]:
@@ -132,6 +142,8 @@ class PrefillRole:
             self._stones.put(key, Outcome.NEVER_STARTED, now + LONGEST_TICKET_S)
         if entry is None:
             return Outcome.NEVER_STARTED, []
+        if entry.session.outcome is Outcome.COMPLETE:
+            return Outcome.COMPLETE, []
         stop = table.Stop(outcome=Outcome.STOPPED, detail="cancelled", tell_peer=False)
         return Outcome.STOPPING, self._run(entry, stop, now)
 
@@ -158,7 +170,7 @@ class PrefillRole:
                 return self._on_started(entry, event, now)
             case PageReady():
                 entry.sealed(event, now)
-                return self._run(entry, self._sealed(entry, event), now)
+                return self._run(entry, self._holds.sealed(entry, event), now)
             case TokenSampled():
                 entry.token = event
                 return []
@@ -183,13 +195,16 @@ class PrefillRole:
 
     def digested(self, key: Key, index: int, page: PageName, digest: bytes, now: float) -> list[Effect]:
         """The answer to ComputeDigest."""
-        if self._pages.name(page.page) != page:
-            return []  # read while the page went on to somebody else
-        self._digests.put(page, index, digest)
         entry = self._entries.get(key)
-        if entry is None:
+        if not self._holds.digested(index, page, digest) or entry is None:
             return []
         return self._run(entry, table.Digested(index=index, page=page, digest=digest), now)
+
+    def pool_shrunk(self, now: float) -> list[Effect]:
+        """Pages went into quarantine: prompts that the pool can not hold any more are computed elsewhere."""
+        stop = table.Stop(outcome=Outcome.NEVER_STARTED, detail="the prompt does not fit here any more")
+        over = [e for e in self._entries.values() if e.num_pages(self._ctx) > self._pages.num_usable]
+        return [effect for entry in over for effect in self._run(entry, stop, now)]
 
     def tick(self, now: float) -> list[Effect]:
         """Fires what is due. Call it only after the inbox is drained."""
@@ -199,15 +214,18 @@ class PrefillRole:
 
     # -- inside -----------------------------------------------------------------------------------------
 
-    def _no_room(self, call: PrefillRequest) -> AnswerPrefill | None:
-        if self.draining:
+    def _no_room(self, call: PrefillRequest, half: Entry | None) -> AnswerPrefill | None:
+        if self.draining and half is None:
             return refused(call.key, Refusal.DRAINING, "this worker takes no new requests")
-        if self._ctx.num_pages(len(call.token_ids)) > self._pages.num_pages:
+        if self._ctx.num_pages(len(call.token_ids)) > self._pages.num_usable:
             return refused(call.key, Refusal.NEVER_FITS, "the prompt does not fit this worker's page pool")
         return None
 
     def _new(self, key: Key, peer: str, incarnation: int, facts: ticket.TicketFacts, now: float) -> Entry:
-        session = PrefillSession(key=key, lease_s=self._ctx.lease_s, lease_until=now + self._ctx.lease_s)
+        lease_s = self._ctx.lease_s
+        session = PrefillSession(
+            key=key, lease_s=lease_s, lease_until=now + lease_s, deadline_at=facts.prefill_expires
+        )
         entry = Entry(
             session=session, peer=peer, peer_incarnation=incarnation, ticket_until=facts.prefill_expires,
             request_hash=facts.request_hash,
@@ -224,35 +242,27 @@ class PrefillRole:
         )  # fmt: skip
 
     def _supersede(self, key: Key, now: float) -> list[Effect]:
-        """Guard 3: a higher key ends the lower one first."""
+        """Guard 3: a higher key ends the lower one first. That one is known until it is quiet."""
         entry = self._live.get(key.request_id)
         if entry is None or entry.session.key >= key:
             return []
-        out = self._run(entry, table.Stop(outcome=Outcome.SUPERSEDED, tell_peer=False), now)
-        self._live.pop(key.request_id, None)
-        return out
+        return self._run(entry, table.Stop(outcome=Outcome.SUPERSEDED, tell_peer=False), now)
 
     def _on_grant(self, peer: str, incarnation: int, grant: Grant, now: float) -> list[Effect]:
-        try:
-            facts = ticket.verify(
-                self._ctx.secret, grant.ticket, now=now, side=ticket.Side.PREFILL, key=grant.key,
-                incarnation=self._ctx.incarnation, emitter=peer,
-            )  # fmt: skip
-        except PermissionRefused:
+        facts = check_grant(self._ctx, peer, incarnation, grant, now)
+        if facts is None:
             return [Count(name="refused_tickets")]
-        if facts.decode_incarnation != incarnation:
-            return [Count(name="refused_tickets")]
-        recorded = self._stones.answer(grant.key)
+        recorded = self._recorded(grant.key)
         if recorded is not None:
             return [to_peer(peer, incarnation, Abort(key=grant.key, outcome=recorded))]
         out = self._supersede(grant.key, now)
-        entry = self._live.get(grant.key.request_id)
+        entry = self._entries.get(grant.key)
         if entry is None:
             if self.draining:
                 abort = Abort(key=grant.key, outcome=Outcome.NEVER_STARTED, detail="draining")
                 return [*out, to_peer(peer, incarnation, abort)]
             entry = self._new(grant.key, peer, incarnation, facts, now)
-        if entry.session.key != grant.key or not entry.is_peer(peer, incarnation):
+        if not entry.is_peer(peer, incarnation):
             return out
         if entry.request_hash != facts.request_hash:
             if entry.session.grant is not None:
@@ -261,25 +271,32 @@ class PrefillRole:
             return [*out, *self._run(entry, mismatch(), now), to_peer(peer, incarnation, abort)]
         return out + self._run(entry, grant, now)
 
+    def _recorded(self, key: Key) -> Outcome | None:
+        """Guard 2: what is to be said about a key that ended here, or that a higher one has replaced."""
+        entry = self._live.get(key.request_id)
+        if entry is not None and entry.session.key > key:
+            return Outcome.SUPERSEDED
+        if entry is not None and entry.session.key == key and not entry.session.live:
+            return entry.session.outcome
+        return self._stones.answer(key)
+
     def _on_renew(self, peer: str, incarnation: int, renew: Renew, now: float) -> list[Effect]:
         if renew.answer:
             return []  # a new stream's hello asks nothing; an empty answer would count every key missed
         known: list[Key] = []
         out: list[Effect] = []
-        for key in renew.keys:
-            entry = self._entries.get(key)
-            if entry is None or not entry.is_peer(peer, incarnation):
+        asked = frozenset(renew.keys)
+        for key, entry in list(self._entries.items()):
+            if not entry.is_peer(peer, incarnation):
                 continue
-            known.append(key)
-            out += self._run(entry, table.Renewed(), now)
+            if key in asked:
+                known.append(key)
+                entry.missed = 0
+                out += self._run(entry, table.Renewed(), now)
+            elif entry.session.waits_for_renewal:
+                entry.missed += 1
+                out += self._run(entry, LOST, now) if entry.missed >= 2 else []
         return [*out, to_peer(peer, incarnation, Renew(keys=tuple(known), answer=True))]
-
-    def _sealed(self, entry: Entry, event: PageReady) -> table.Sealed:
-        page = self._pages.name(event.page)
-        return table.Sealed(
-            index=event.index, page=page, valid_rows=event.valid_rows, content_key=entry.keys[event.index],
-            digest=self._digests.get(page, event.index) if event.cached else None,
-        )  # fmt: skip
 
     def _on_started(self, entry: Entry, event: Started, now: float) -> list[Effect]:
         if not entry.started_at:
@@ -312,11 +329,11 @@ class PrefillRole:
                 entry.compute.ready(now)
                 return self._submit(entry)
             case table.PHold():
-                return self._hold(entry, effect)
+                return self._holds.take(entry, effect)
             case table.PRehash():
                 return [compute(key, effect)]
             case table.PDrop():
-                self._pages.drop(effect.page.page, Holder(HolderKind.TRANSFER, str(key)))
+                self._holds.drop(key, effect.page)
             case table.PDropRequest():
                 self._pages.drop_all(Holder(HolderKind.REQUEST, _seq_id(key)))
             case table.PStopCompute():
@@ -333,31 +350,7 @@ class PrefillRole:
     def _submit(self, entry: Entry) -> list[Effect]:
         call = entry.call
         assert call is not None
-        self._scheduler.submit(
-            SeqSpec(
-                seq_id=_seq_id(call.key), kind=SeqKind.PREFILL_ONLY, token_ids=call.token_ids,
-                num_prompt=len(call.token_ids) - call.num_forced, sampling=call.sampling,
-                arrival=entry.queued_at, use_prefix_cache=call.use_prefix_cache,
-                cache_salt=cache_salt(call.tenant), priority=call.priority,
-            )
-        )  # fmt: skip
-        return []
-
-    def _hold(self, entry: Entry, hold: table.PHold) -> list[Effect]:
-        page = hold.page.page
-        if self._pages.name(page) != hold.page or self._pages.state(page) is not PageState.SEALED:
-            # Asked for late: the page went on to somebody else. Decode computes the rest itself.
-            entry.todo.append(table.Stop(outcome=Outcome.EXPIRED, detail="the page is gone"))
-            return []
-        self._pages.hold(page, Holder(HolderKind.TRANSFER, str(entry.session.key)))
-        return self._digest(entry, hold)
-
-    def _digest(self, entry: Entry, hold: table.PHold) -> list[Effect]:
-        """A page's digest is computed once in its life, however often it is sent."""
-        known = self._digests.get(hold.page, hold.index)
-        if known is None:
-            return [compute(entry.session.key, hold)]
-        entry.todo.append(table.Digested(index=hold.index, page=hold.page, digest=known))
+        self._scheduler.submit(sequence(call, _seq_id(call.key), entry.queued_at))
         return []
 
     def _unpublish(self, page: PageName, now: float) -> list[Effect]:

@@ -29,3 +29,11 @@ def mismatch() -> table.Stop:
     """Ends a key whose halves carry tickets for other tokens or other sampling: one of them would be served
     with the other's text, and no page would show it where only the sampling differs."""
     return table.Stop(outcome=Outcome.NEVER_STARTED, detail=MISMATCH)
+
+
+def never_started() -> table.Stop:
+    """Ends a key whose other half is not taken: nothing was computed for it."""
+    return table.Stop(outcome=Outcome.NEVER_STARTED, detail="the router's half is not taken here")
+
+
+LOST = table.Stop(outcome=Outcome.EXPIRED, detail="decode does not know this key any more")

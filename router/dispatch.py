@@ -17,7 +17,7 @@ from router import events as ev
 from router.admission import AdmissionQueue, QueueLimits, Waiting
 from router.config import RouterConfig
 from router.inflight import InFlight
-from router.policy import Ask, NoChoice, PolicyConfig, choose
+from router.policy import Ask, NoChoice, PolicyConfig, choose, choose_prefill
 from router.roster import Roster
 
 log = logging.getLogger(__name__)
@@ -83,6 +83,13 @@ class Dispatcher:
             self._blocked[effect.blocked] = self._clock.now() + effect.block_s
             asyncio.get_running_loop().call_later(effect.block_s, self.poke)
         self.poke()
+
+    def rebind(self, effect: ev.Rebind) -> ev.Rebound:
+        """Another prefill worker for a request that a decode worker holds pages for."""
+        found = choose_prefill(
+            self._roster.candidates(), self.inflight, effect.decode, effect.avoid, self._policy
+        )
+        return ev.Rebound(key=effect.key, prefill=found)
 
     def leave(self, request_id: str) -> None:
         """The request ended while it waited, or never waited."""

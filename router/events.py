@@ -23,6 +23,14 @@ class Assigned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rebound:
+    """The answer to Rebind: another prefill worker for the same decode worker, or None."""
+
+    key: Key
+    prefill: PeerRef | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRefused:
     """P does not take its part; nothing was started there."""
 
@@ -102,6 +110,7 @@ class DeadlineHit:
 
 Event = (
     Assigned
+    | Rebound
     | Reserved
     | Refused
     | Token
@@ -161,6 +170,16 @@ class CancelPrefill:
 
     key: Key
     prefill: PeerRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebind:
+    """P has started nothing: look for another one that fits this decode worker, which keeps its reservation.
+    Answered by Rebound. avoid: incarnations not to choose."""
+
+    key: Key
+    decode: PeerRef
+    avoid: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +252,7 @@ Effect = (
     | SendPrefill
     | CancelDecode
     | CancelPrefill
+    | Rebind
     | SwitchLocal
     | Emit
     | ReleaseDecode

@@ -9,7 +9,8 @@ workers (`policy`), waiting (`admission`), calls and timers (`request`).
                                                                STOPPING -Ended, StopSettled-> DONE
 
 Epochs in which a worker refused because it is full or draining do not count against MAX_TRIES (nothing was
-started); the queue and the deadline bound those.
+started); the queue and the deadline bound those. When only P refused, the next epoch stays with D, which
+keeps its reservation, and takes another P, each at most once; without another P, D computes the prompt.
 """
 
 from __future__ import annotations
@@ -18,11 +19,21 @@ from collections.abc import Callable
 from typing import Any
 
 from pdserve.messages import Ended, Outcome, Prefilled, Refusal, Refused, Reserved, Token
-from pdserve.types import FinishReason, HandoverMode, Key
+from pdserve.types import FinishReason, HandoverMode, Key, PeerRef
 from router import events as ev
 from router.request_state import Phase, RequestState, abandon, drop_prefill, end, retry
 
 MIN_BLOCK_S, MAX_BLOCK_S = 0.1, 5.0
+_ANOTHER_MAY = frozenset(
+    {
+        Refusal.FULL,
+        Refusal.DRAINING,
+        Refusal.STALE_INCARNATION,
+        Refusal.NEVER_FITS,
+        Refusal.INCOMPATIBLE,
+    }
+)
+"""Refusals of a prefill worker that say nothing about other ones."""
 _WITH_DECODE = (Phase.RESERVING, Phase.RESERVED, Phase.RUNNING)
 
 
@@ -35,30 +46,25 @@ def step(state: RequestState, event: ev.Event) -> list[ev.Effect]:
 
 
 def _assigned(state: RequestState, event: ev.Assigned) -> list[ev.Effect]:
-    if state.phase is not Phase.QUEUED:
-        return []
+    return _try(state, event.decode, event.prefill) if state.phase is Phase.QUEUED else []
+
+
+def _try(state: RequestState, decode: PeerRef, prefill: PeerRef | None) -> list[ev.Effect]:
+    """Mints the next epoch and sends both halves."""
     key = Key(request_id=state.request_id, term=state.term, epoch=state.next_epoch)
     state.key, state.next_epoch, state.phase = key, state.next_epoch + 1, Phase.RESERVING
-    state.decode, state.prefill = event.decode, event.prefill
-    state.mode = HandoverMode.LOCAL if event.prefill is None else HandoverMode.DISAGGREGATED
-    state.prefill_live, state.prefill_lost, state.prefill_ledger = event.prefill is not None, False, None
+    state.decode, state.prefill = decode, prefill
+    state.mode = HandoverMode.LOCAL if prefill is None else HandoverMode.DISAGGREGATED
+    state.prefill_live, state.prefill_lost, state.prefill_ledger = prefill is not None, False, None
+    state.rebinding = False
     tokens, forced = state.prompt + tuple(state.delivered), len(state.delivered)
-    out: list[ev.Effect] = [
-        ev.SendReserve(
-            key=key,
-            decode=event.decode,
-            prefill=event.prefill,
-            mode=state.mode,
-            token_ids=tokens,
-            num_forced=forced,
-        )
-    ]
-    if event.prefill is not None:
-        send = ev.SendPrefill(
-            key=key, decode=event.decode, prefill=event.prefill, token_ids=tokens, num_forced=forced
-        )
-        out.append(send)
-    return out
+    reserve = ev.SendReserve(
+        key=key, decode=decode, prefill=prefill, mode=state.mode, token_ids=tokens, num_forced=forced
+    )
+    if prefill is None:
+        return [reserve]
+    half = ev.SendPrefill(key=key, decode=decode, prefill=prefill, token_ids=tokens, num_forced=forced)
+    return [reserve, half]
 
 
 # ---- D's words ---------------------------------------------------------------------------------------
@@ -71,7 +77,7 @@ def _reserved(state: RequestState, event: Reserved) -> list[ev.Effect]:
     if event.mode is HandoverMode.LOCAL:
         state.mode = HandoverMode.LOCAL
         return drop_prefill(state, tell=True)
-    return _switch(state) if state.prefill_lost else []
+    return _switch(state) if state.prefill_lost and not state.rebinding else []
 
 
 def _refused(state: RequestState, event: Refused) -> list[ev.Effect]:
@@ -81,7 +87,7 @@ def _refused(state: RequestState, event: Refused) -> list[ev.Effect]:
     decode = state.decode
     if event.reason is Refusal.NEVER_FITS:
         message = "The prompt and its completion do not fit a worker's KV cache: ask for fewer tokens."
-        return end(state, label="never_fits", message=message)
+        return retry(state, "never_fits", message, failed=decode)  # another pool may be larger
     if event.reason not in (Refusal.FULL, Refusal.DRAINING):
         message = "The workers did not take the request; try again."
         return retry(state, "unavailable", message, failed=decode)
@@ -174,7 +180,34 @@ def _prefilled(state: RequestState, event: Prefilled) -> list[ev.Effect]:
 
 
 def _prefill_refused(state: RequestState, event: ev.PrefillRefused) -> list[ev.Effect]:
-    return _prefill_failed(state) if state.is_current(event.refused.key) else []
+    if not state.is_current(event.refused.key):
+        return []
+    if event.refused.reason not in _ANOTHER_MAY or state.phase not in (Phase.RESERVING, Phase.RESERVED):
+        return _prefill_failed(state)
+    if not state.prefill_live:
+        return []
+    assert state.key is not None
+    assert state.decode is not None
+    assert state.prefill is not None
+    state.rebinding = state.prefill_lost = True
+    state.avoid |= {state.prefill.incarnation}
+    rebind = ev.Rebind(key=state.key, decode=state.decode, avoid=state.avoid)
+    return [*drop_prefill(state, tell=False), rebind]
+
+
+def _rebound(state: RequestState, event: ev.Rebound) -> list[ev.Effect]:
+    """D learns of the next epoch by its Reserve; that ends the lower key there, so nothing is cancelled."""
+    if not state.is_current(event.key) or not state.rebinding:
+        return []
+    state.rebinding = False
+    waits = state.phase in (Phase.RESERVING, Phase.RESERVED) and state.mode is HandoverMode.DISAGGREGATED
+    if not waits:
+        return []  # meanwhile D has chosen to compute the prompt itself
+    assert state.key is not None
+    assert state.decode is not None
+    if event.prefill is not None:
+        return [ev.ReleaseDecode(key=state.key), *_try(state, state.decode, event.prefill)]
+    return _switch(state) if state.phase is Phase.RESERVED else []
 
 
 def _prefill_broken(state: RequestState, event: ev.PrefillBroken) -> list[ev.Effect]:
@@ -252,6 +285,7 @@ def _deadline_hit(state: RequestState, event: ev.DeadlineHit) -> list[ev.Effect]
 
 _HANDLERS: dict[type, Callable[[RequestState, Any], list[ev.Effect]]] = {
     ev.Assigned: _assigned,
+    ev.Rebound: _rebound,
     Reserved: _reserved,
     Refused: _refused,
     Token: _token,

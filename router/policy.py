@@ -99,7 +99,7 @@ def _joint(
             pairs.append((decode, decode))
             continue
         for prefill in prefills:
-            found = pairing_problem(prefill.record.capability, decode.record.capability, config.mixing)
+            found = _problem(prefill, decode, config)
             if found is None:
                 pairs.append((prefill, decode))
             problem = found or problem
@@ -113,6 +113,35 @@ def _joint(
         return Choice(decode=decode.record.peer, prefill=None, reason="local: the worker does both")
     reason = "disaggregated: the pair with the least outstanding tokens"
     return Choice(decode=decode.record.peer, prefill=prefill.record.peer, reason=reason)
+
+
+def choose_prefill(
+    workers: Sequence[Candidate], load: InFlight, decode: PeerRef, avoid: frozenset[int], config: PolicyConfig
+) -> PeerRef | None:
+    """Another prefill worker for a decode worker that already holds pages for the request, or None."""
+    holder = next((w for w in workers if w.incarnation == decode.incarnation and w.usable), None)
+    if holder is None:
+        return None
+    fitting = [
+        w
+        for w in workers
+        if w.usable and w.record.role is Role.PREFILL and w.incarnation not in avoid
+        if _has_room(w, load, config) and _problem(w, holder, config) is None
+    ]
+    none = Ask(prompt_tokens=0)
+    best = min(fitting, key=lambda worker: _cost((worker, holder), load, none), default=None)
+    return None if best is None else best.record.peer
+
+
+def _problem(prefill: Candidate, decode: Candidate, config: PolicyConfig) -> str | None:
+    """Why these two can not exchange pages, or None."""
+    return record_problem(prefill.record, decode.record, config.mixing)
+
+
+def record_problem(prefill: WorkerRecord, decode: WorkerRecord, mixing: Mixing) -> str | None:
+    """Why these two workers can not exchange pages, as a sentence; None if they can."""
+    here = prefill.peer.host_id == decode.peer.host_id
+    return pairing_problem(prefill.capability, decode.capability, mixing, same_host=here)
 
 
 def _has_room(prefill: Candidate, load: InFlight, config: PolicyConfig) -> bool:
@@ -146,7 +175,7 @@ def pairing_problems(records: Mapping[int, WorkerRecord], mixing: Mixing) -> tup
     found: dict[str, None] = {}
     for prefill in prefills:
         for decode in decodes:
-            problem = pairing_problem(prefill.capability, decode.capability, mixing)
+            problem = record_problem(prefill, decode, mixing)
             if problem is not None:
                 found[f"{prefill.peer.worker_id} with {decode.peer.worker_id}: {problem}"] = None
     return tuple(found)

@@ -350,6 +350,7 @@ _DO: dict[type, Callable[[RequestRun, Any], None]] = {
     ev.SendPrefill: RequestRun._send_prefill,
     ev.CancelDecode: RequestRun._cancel_decode,
     ev.CancelPrefill: lambda run, e: run._calls.cancel_prefill(e.prefill, e.key),
+    ev.Rebind: lambda run, e: run._todo.append(run._services.dispatcher.rebind(e)),
     ev.SwitchLocal: lambda run, e: run._calls.switch_local(e.decode, e.key),
     ev.Emit: RequestRun._emit,
     ev.ReleaseDecode: lambda run, e: run._services.dispatcher.release_decode(e.key),

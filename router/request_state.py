@@ -42,6 +42,7 @@ class RequestState:
     mode: HandoverMode = HandoverMode.LOCAL
     prefill_live: bool = False
     prefill_lost: bool = False
+    rebinding: bool = False
     delivered: list[int] = field(default_factory=list)
     avoid: frozenset[int] = frozenset()
     num_discarded: int = 0

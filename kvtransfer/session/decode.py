@@ -15,6 +15,7 @@ from kvtransfer.session.decode_events import (
     Accepted,
     ComputeQuiet,
     DCancelReads,
+    DCount,
     DEffect,
     DEmit,
     DEnd,
@@ -63,13 +64,23 @@ class _Incoming:
 
 @dataclass(slots=True, kw_only=True)
 class DecodeSession:
-    """State of one key on the decode side. lease_s is L; times are on the local monotonic clock."""
+    """State of one key on the decode side. lease_s is L; times are on the local monotonic clock.
+
+    credit_pages: pages that may be announced beyond the verified ones. granted: the credit given so far.
+    taken: pages that a lower key of this request had verified. next_index: of the next token to emit.
+    """
 
     key: Key
     lease_s: float
+    credit_pages: int = 256
     state: DState = DState.PULL
     num_pages: int = 0
     hit_pages: int = 0
+    taken: frozenset[int] = frozenset()
+    want: tuple[int, ...] = ()
+    granted: int = 0
+    num_verified: int = 0
+    next_index: int = 0
     num_forced: int = 0
     max_tokens: int = 0
     ticket: bytes = b""
@@ -98,10 +109,20 @@ class DecodeSession:
         return sum(1 for p in self.pages.values() if p.reading)
 
     @property
+    def reading(self) -> frozenset[int]:
+        """Indices whose target page may still be written."""
+        return frozenset(i for i, p in self.pages.items() if p.reading)
+
+    @property
+    def verified(self) -> frozenset[int]:
+        """Indices beyond the prefix hits whose bytes are proven."""
+        return self.taken | frozenset(i for i, p in self.pages.items() if p.verified)
+
+    @property
     def verified_prefix(self) -> int:
         """Pages of the prompt, from the first on, that are hits or verified."""
         count = self.hit_pages
-        while count in self.pages and self.pages[count].verified:
+        while count in self.taken or (count in self.pages and self.pages[count].verified):
             count += 1
         return count
 
@@ -123,11 +144,11 @@ class DecodeSession:
             case Announce():
                 return self._on_announce(event, now)
             case ReadEnded():
-                return self._on_read(event)
+                return self._on_read(event, now)
             case Finish():
                 return self._on_finish(event, now)
             case Abort():
-                return self._switch(f"prefill gave up: {event.outcome}", tell_peer=False)
+                return self._on_abort(event, now)
             case Switch():
                 return self._switch(event.detail, tell_peer=True)
             case Sampled():
@@ -149,21 +170,42 @@ class DecodeSession:
         self.num_pages, self.hit_pages = event.num_pages, event.hit_pages
         self.ticket, self.num_forced = event.ticket, event.num_forced
         self.max_tokens, self.deadline_at = event.max_tokens, event.deadline_at
+        self.taken, self.next_index = event.verified, event.num_forced
+        self.want = tuple(i for i in range(self.hit_pages, self.num_pages) if i not in self.taken)
         if event.mode is HandoverMode.LOCAL:
             self.state = DState.LOCAL
             self.computing = True
-            return [DRunLocal(verified_pages=self.hit_pages)]
+            return [DRunLocal(verified_pages=self.verified_prefix)]
         self.lease_until = now + self.lease_s
         return self._grant(now)
 
+    def _limit(self) -> int:
+        """How many pages P may have announced in all by now: what is verified, and a window."""
+        return min(self.num_verified + self.credit_pages, len(self.want))
+
     def _grant(self, now: float) -> list[DEffect]:
+        self.granted = max(self.granted, self._limit())
         self.granted_again_at = now + self.lease_s / 4
-        want = tuple(range(self.hit_pages, self.num_pages))
-        return [DSend(message=Grant(key=self.key, want=want, credit=len(want), ticket=self.ticket))]
+        grant = Grant(key=self.key, want=self.want, credit=self.granted, ticket=self.ticket)
+        return [DSend(message=grant)]
+
+    def _grant_more(self, now: float) -> list[DEffect]:
+        """Says so when a good part of the window is free again, and when all pages may come."""
+        limit = self._limit()
+        grown = limit - self.granted
+        if grown <= 0 or (grown < self.credit_pages // 4 and limit < len(self.want)):
+            return []
+        return self._grant(now)
+
+    def _heard(self, now: float) -> None:
+        """P lives. The Grant is repeated until P has used it: the one that raised the limit may be lost."""
+        self.lease_until = now + self.lease_s
+        if len(self.pages) >= self.granted:
+            self.granted_again_at = float("inf")
 
     def _late(self) -> list[DEffect]:
         """P still talks about a transfer that is over here: say what became of it."""
-        if self.state is DState.RUNNING and self.committed:
+        if self.committed:
             return [DSend(message=Commit(key=self.key))]
         outcome = Outcome.SUPERSEDED if self.live else self.outcome
         return [DSend(message=Abort(key=self.key, outcome=outcome))]
@@ -171,14 +213,16 @@ class DecodeSession:
     def _on_announce(self, event: Announce, now: float) -> list[DEffect]:
         if not self.pulling:
             return self._late()
-        self.lease_until = now + self.lease_s
-        self.granted_again_at = float("inf")
-        if not self.hit_pages <= event.index < self.num_pages:
+        if not self.hit_pages <= event.index < self.num_pages or event.index in self.taken:
             return self._switch("prefill announced a page that was not granted", tell_peer=True)
         page = self.pages.get(event.index)
+        if page is None and len(self.pages) >= self.granted:
+            over = self._switch("prefill announced more pages than it was granted", tell_peer=True)
+            return [DCount(name="over_credit"), *over]
         if page is None:
             page = self.pages[event.index] = _Incoming(announce=event)
-        elif page.announce.digest != event.digest:
+        self._heard(now)
+        if page.announce.digest != event.digest:
             return self._switch("one page was announced with two digests", tell_peer=True)
         if page.verified:
             return [DSend(message=Ack(key=self.key, index=event.index))]
@@ -189,17 +233,19 @@ class DecodeSession:
         page.reads += 1
         return [DRead(announce=event)]
 
-    def _on_read(self, event: ReadEnded) -> list[DEffect]:
+    def _on_read(self, event: ReadEnded, now: float) -> list[DEffect]:
         page = self.pages[event.index]
         page.reading = False
         if self.state is DState.PULL and event.status is ReadStatus.GOOD:
             page.verified = True
+            self.num_verified += 1
         if self.switching:
             return self._maybe_local()
         if self.state is not DState.PULL:
             return self._maybe_release()
         if event.status is ReadStatus.GOOD:
-            return [DSend(message=Ack(key=self.key, index=event.index)), *self._maybe_run()]
+            ack: list[DEffect] = [DSend(message=Ack(key=self.key, index=event.index))]
+            return ack + self._grant_more(now) + self._maybe_run()
         if event.status is ReadStatus.MISMATCH and page.reads < MAX_READS:
             return [DSend(message=Nack(key=self.key, index=event.index, digest=event.digest))]
         if event.status is ReadStatus.FAILED and page.reads < MAX_READS:
@@ -211,8 +257,7 @@ class DecodeSession:
     def _on_finish(self, event: Finish, now: float) -> list[DEffect]:
         if not self.pulling:
             return self._late()
-        self.lease_until = now + self.lease_s
-        self.granted_again_at = float("inf")
+        self._heard(now)
         if event.index != self.num_forced:
             return self._switch("the first token has the wrong index", tell_peer=True)
         if event.finish is None and event.index + 1 >= self.max_tokens:
@@ -231,11 +276,20 @@ class DecodeSession:
         self.committed = True
         first = self.finish
         out: list[DEffect] = [DSend(message=Commit(key=self.key)), DRun(finish=first)]
-        out.append(DEmit(index=first.index, token_id=first.token_id))
+        out += self._emit(first.index, first.token_id)
         if first.finish is not None:
             return out + self._end(DEnd(finish=first.finish), Outcome.COMPLETE)
         self.computing = True
         return out
+
+    def _on_abort(self, event: Abort, now: float) -> list[DEffect]:
+        """P has ended its part. If it never began, the router has been told so too, and may have another P
+        for us (a higher epoch, which takes over) or say that there is none (Switch): a moment for that."""
+        if event.outcome is not Outcome.NEVER_STARTED or not self.pulling:
+            return self._switch(f"prefill gave up: {event.outcome}", tell_peer=False)
+        self.granted_again_at = float("inf")
+        self.lease_until = min(self.lease_until, now + self.lease_s / 4)
+        return []
 
     def _switch(self, detail: str, *, tell_peer: bool) -> list[DEffect]:
         if not self.pulling:
@@ -259,7 +313,14 @@ class DecodeSession:
             self.state = DState.RUNNING
         if self.state is not DState.RUNNING:
             return []
-        return [DEmit(index=event.index, token_id=event.token_id)]
+        return self._emit(event.index, event.token_id)
+
+    def _emit(self, index: int, token_id: int) -> list[DEffect]:
+        """Each index once, from the first that was not delivered before: forced tokens are never repeated."""
+        if index < self.next_index:
+            return []
+        self.next_index = index + 1
+        return [DEmit(index=index, token_id=token_id)]
 
     def _on_finished(self, event: Finished) -> list[DEffect]:
         self.computing = False

@@ -13,7 +13,9 @@ from pdserve.types import FinishReason, HandoverMode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """The request was taken: pages are reserved, prefix hits held. Indices from hit_pages on are lacking."""
+    """The request was taken: pages are reserved, prefix hits held. Indices from hit_pages on are lacking,
+    save those in `verified`, which came by wire for a lower key of this request (protocol.md §9, guard 3).
+    """
 
     mode: HandoverMode
     num_pages: int
@@ -22,6 +24,7 @@ class Accepted:
     deadline_at: float
     num_forced: int
     max_tokens: int
+    verified: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,4 +154,11 @@ class DRelease:
     outcome: Outcome
 
 
-DEffect = DSend | DRead | DCancelReads | DRun | DRunLocal | DEmit | DEnd | DStopCompute | DRelease
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DCount:
+    """Something that must not happen between our own processes did: add to this counter."""
+
+    name: str
+
+
+DEffect = DSend | DRead | DCancelReads | DRun | DRunLocal | DEmit | DEnd | DStopCompute | DRelease | DCount

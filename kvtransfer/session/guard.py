@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvtransfer import ticket
 from pdserve.errors import PermissionRefused
-from pdserve.messages import Finish, Outcome, PrefillRequest, Refusal, Reserve
+from pdserve.messages import Finish, Grant, Outcome, PrefillRequest, Refusal, Reserve
 from pdserve.types import HandoverMode, Key, SamplingParams
 
 
@@ -17,7 +17,8 @@ class RoleContext:
     lease_s: L. local_prefill_threshold: uncached prompt tokens below which decode prefills by itself.
     floor_pages: pages that reservations leave free. growth_tokens: completion tokens a reservation counts
     on. max_num_seqs: live requests at most. secret: the fleet's ticket key. decode_pace_s: see WorkerConfig.
-    host_id: equal for workers that share a machine.
+    host_id: equal for workers that share a machine. credit_pages: pages that prefill may have announced
+    beyond those that decode has verified. max_gap_s: a longer silence of our own ends this incarnation; 0: L.
     """
 
     worker_id: str
@@ -34,6 +35,13 @@ class RoleContext:
     max_num_seqs: int = 64
     decode_pace_s: float = 0.0
     host_id: str = ""
+    credit_pages: int = 256
+    max_gap_s: float = 0.0
+
+    @property
+    def gap_s(self) -> float:
+        """The longest silence of our own after which we may still speak (protocol.md §3)."""
+        return self.max_gap_s or self.lease_s
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages that hold so many tokens."""
@@ -110,6 +118,20 @@ def check_call(
     if problem is None and ctx.num_pages(len(call.token_ids)) > facts.page_budget:
         problem = "the request needs more pages than its ticket allows"
     return facts if problem is None else (Refusal.BAD_TICKET, problem)
+
+
+def check_grant(
+    ctx: RoleContext, peer: str, incarnation: int, grant: Grant, now: float
+) -> ticket.TicketFacts | None:
+    """Guard 1 for decode's half: the ticket is for this key, for us, and for the worker that shows it."""
+    try:
+        facts = ticket.verify(
+            ctx.secret, grant.ticket, now=now, side=ticket.Side.PREFILL, key=grant.key,
+            incarnation=ctx.incarnation, emitter=peer,
+        )  # fmt: skip
+    except PermissionRefused:
+        return None
+    return facts if facts.decode_incarnation == incarnation else None
 
 
 def _other_side(call: Reserve | PrefillRequest, facts: ticket.TicketFacts) -> str | None:

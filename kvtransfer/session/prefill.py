@@ -92,6 +92,12 @@ class PrefillSession:
         """Whether this key still needs renewals and can make progress."""
         return self.state in (PState.HALF, PState.QUEUED, PState.COMPUTE, PState.SENT)
 
+    @property
+    def waits_for_renewal(self) -> bool:
+        """Whether decode must know this key. Once all is sent, Finish itself asks for it, and a Commit that
+        was lost is no lost key."""
+        return self.state in (PState.QUEUED, PState.COMPUTE)
+
     def next_timer(self) -> float:
         """When Tick is due next; infinity if never."""
         if not self.live:

@@ -12,6 +12,7 @@ import importlib
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
@@ -23,6 +24,11 @@ from pdserve.types import WorkerRecord
 
 T = TypeVar("T")
 log = logging.getLogger("pdserve.fleet")
+
+EXIT_RETIRED = 75
+"""The process's status when its incarnation declared itself over (also in pdserve.worker.host)."""
+RETIRE_S = 0.5
+"""Time for the controller to hear of it."""
 
 
 class Host(Protocol):
@@ -60,12 +66,14 @@ class WorkerActor:
         self._note = ""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="host")
         self._answer: asyncio.Task[str] | None = None
+        self._over: asyncio.Future[str] | None = None
 
     async def start(self) -> str:
         """Starts the host, once. JSON: {"record": …} when it serves, or {"error": {label, message}}.
 
         Asked again (by a restarted controller) it gives the same answer.
         """
+        self._end_of_life()
         if self._answer is None:
             self._answer = asyncio.create_task(self._in_thread(self._start))
         return await asyncio.shield(self._answer)
@@ -74,9 +82,21 @@ class WorkerActor:
         """What the start is busy with, in words."""
         return self._note
 
-    async def lifetime(self) -> None:
-        """Never returns: the caller learns of the process's death by the failure of this call."""
-        await asyncio.Event().wait()
+    async def lifetime(self) -> str:
+        """The reason when this incarnation declares itself over; the process then ends with status 75. Else
+        it never returns: the caller learns of the process's death by the failure of this call."""
+        return await asyncio.shield(self._end_of_life())
+
+    def _end_of_life(self) -> asyncio.Future[str]:
+        if self._over is None:
+            self._over = asyncio.get_running_loop().create_future()
+        return self._over
+
+    def _retired(self, reason: str) -> None:
+        """Any thread. The core is silent from now on; the controller has a moment to hear why."""
+        assert self._over is not None
+        self._over.get_loop().call_soon_threadsafe(self._over.set_result, reason)
+        threading.Timer(RETIRE_S, os._exit, (EXIT_RETIRED,)).start()
 
     async def drain(self, timeout_s: float) -> bool:
         """See Host.drain. True when there is no host to drain."""
@@ -103,7 +123,7 @@ class WorkerActor:
 
     def _start(self) -> str:
         try:
-            self._host = load_host(self._worker_host, self._config, self._set_note)
+            self._host = load_host(self._worker_host, self._config, self._set_note, self._retired)
             return json.dumps({"record": dataclasses.asdict(self._host.start())})
         except PdserveError as err:
             log.exception("worker %s can not start", self._config.worker_id)
@@ -114,11 +134,19 @@ class WorkerActor:
             return json.dumps({"error": {"label": InternalError.label, "message": text}})
 
 
-def load_host(worker_host: str, config: WorkerConfig, progress: Callable[[str], None]) -> Host:
-    """Makes the host named "module:Class". progress: takes a few words on what its start is busy with."""
+def load_host(
+    worker_host: str,
+    config: WorkerConfig,
+    progress: Callable[[str], None],
+    on_retire: Callable[[str], None],
+) -> Host:
+    """Makes the host named "module:Class". progress: takes a few words on what its start is busy with.
+    on_retire: called once, from any thread, when the worker's incarnation is over."""
     module, _, name = worker_host.partition(":")
     progress("loading libraries")
-    host: Host = getattr(importlib.import_module(module), name)(config, progress=progress)
+    host: Host = getattr(importlib.import_module(module), name)(
+        config, progress=progress, on_retire=on_retire
+    )
     return host
 
 

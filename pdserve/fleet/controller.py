@@ -27,6 +27,7 @@ log = logging.getLogger("pdserve.fleet")
 
 NOTE_EVERY_S = 0.5
 _LOST = {"label": "worker_lost", "message": "the worker's process ended"}
+_OVER = {"label": "unavailable", "message": "the worker starts again: its incarnation was over"}
 _LATE = {"label": "unavailable", "message": "the worker did not serve in time"}
 
 
@@ -143,13 +144,15 @@ class FleetController:
     async def _watch(self, worker_id: str, actor: Any) -> None:
         """Follows one process from its start to its end."""
         self._actors[worker_id] = actor
-        error = _LOST
+        error, retired = _LOST, False
         try:
             reply = await self._started(worker_id, actor)
             if "record" in reply:
                 self._supervisor.serving(worker_id, reply["record"], time.monotonic())
                 await self._notify()
-                await _result(actor.lifetime.remote())
+                reason = await _result(actor.lifetime.remote())
+                retired = True
+                log.warning("worker %s ended its incarnation: %s", worker_id, reason)
             error = reply.get("error", _LOST)
         except TimeoutError:
             error = _LATE
@@ -158,7 +161,7 @@ class FleetController:
         if self._actors.get(worker_id) is actor:
             del self._actors[worker_id]
         await asyncio.to_thread(_kill, actor)
-        await self._ended(worker_id, error)
+        await self._ended(worker_id, _OVER if retired else error, retired=retired)
 
     async def _started(self, worker_id: str, actor: Any) -> dict[str, Any]:
         """The answer to `start`; meanwhile the worker's notes are kept. Raises TimeoutError."""
@@ -195,8 +198,8 @@ class FleetController:
         await asyncio.to_thread(_kill, actor)
         return bool(drained)
 
-    async def _ended(self, worker_id: str, error: dict[str, str]) -> None:
-        self._supervisor.ended(worker_id, error, time.monotonic())
+    async def _ended(self, worker_id: str, error: dict[str, str], *, retired: bool = False) -> None:
+        self._supervisor.ended(worker_id, error, time.monotonic(), retired=retired)
         await self._notify()
 
     async def _wanted_changed(self) -> None:

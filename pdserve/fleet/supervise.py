@@ -113,13 +113,23 @@ class Supervisor:
         slot.record, slot.error = record, None
         self._enter(slot, SlotState.SERVING, now)
 
-    def ended(self, worker_id: str, error: Mapping[str, str] | None, now: float) -> None:
-        """A worker's process is gone, or could not be started. A retiring slot ends with it."""
+    def ended(
+        self, worker_id: str, error: Mapping[str, str] | None, now: float, *, retired: bool = False
+    ) -> None:
+        """A worker's process is gone, or could not be started. A retiring slot ends with it.
+
+        retired: it ended its incarnation itself (exit status 75) and can serve again: no back-off.
+        """
         slot = self.slots.get(worker_id)
         if slot is None:
             return
         if slot.state is SlotState.RETIRING:
             del self.slots[worker_id]
+            return
+        if retired:
+            slot.restarts += 1
+            slot.record, slot.error, slot.start_at = None, error, now
+            self._enter(slot, SlotState.WAITING, now)
             return
         healthy = slot.state is SlotState.SERVING and now - slot.since >= HEALTHY_AFTER_S
         slot.failures = 1 if healthy else slot.failures + 1

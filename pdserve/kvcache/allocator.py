@@ -69,6 +69,7 @@ class PageAllocator:
         # Last freed, first taken: warm caches, and memory that was never touched stays untouched.
         self._free = list(range(num_pages - 1, -1, -1))
         self._pages_of: dict[Holder, dict[int, None]] = {}
+        self._num_pins = 0
         self._changed: dict[int, None] = {}
         self._ages = PageAgeBook(num_pages)
         self._num_transfers = [0] * num_pages
@@ -155,6 +156,15 @@ class PageAllocator:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_pins(self) -> int:
+        """(page, I/O pin) pairs; the mark of quarantine is none."""
+        return self._num_pins
+
+    def count(self, state: PageState) -> int:
+        """Pages in one state."""
+        return self._counts[state]
+
     def state(self, page: int) -> PageState:
         return self._state[page]
 
@@ -201,6 +211,8 @@ class PageAllocator:
             return "counts or free list differ from the states"
         pairs = {(page, holder) for holder, pages in self._pages_of.items() for page in pages}
         held = {(page, holder) for page in range(self.num_pages) for holder in self._holders[page]}
+        if sum(_is_pin(holder) for _, holder in held) != self._num_pins:
+            return "the number of I/O pins differs from the holders"
         return "" if pairs == held and all(self._pages_of.values()) else "holder table differs from the pages"
 
     # ---- inside --------------------------------------------------------------------------------------
@@ -242,12 +254,15 @@ class PageAllocator:
         self.peak_transfer_pages = max(self.peak_transfer_pages, self.transfer_pages)
 
     def _add(self, page: int, holder: Holder) -> None:
-        if holder.kind is HolderKind.TRANSFER and holder not in self._holders[page]:
-            self._count_transfer(page, 1)
+        if holder not in self._holders[page]:
+            self._num_pins += _is_pin(holder)
+            if holder.kind is HolderKind.TRANSFER:
+                self._count_transfer(page, 1)
         self._holders[page].add(holder)
         self._pages_of.setdefault(holder, {})[page] = None
 
     def _forget(self, page: int, holder: Holder) -> None:
+        self._num_pins -= _is_pin(holder)
         if holder.kind is HolderKind.TRANSFER:
             self._count_transfer(page, -1)
         pages = self._pages_of[holder]
@@ -272,6 +287,10 @@ _USES = {
 _FILLABLE = frozenset({PageState.RESERVED, PageState.FILLING, PageState.QUARANTINED})
 _SEALABLE = frozenset({PageState.FILLING, PageState.QUARANTINED})
 _UNHOLDABLE = frozenset({PageState.FREE, PageState.RETIRING})
+
+
+def _is_pin(holder: Holder) -> bool:
+    return holder.kind is HolderKind.IO and holder != _QUARANTINE
 
 
 def _only_pins(held: Iterable[Holder]) -> bool:

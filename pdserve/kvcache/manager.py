@@ -28,6 +28,20 @@ class PageManager:
         return self.allocator.num_pages
 
     @property
+    def num_usable(self) -> int:
+        """Pages outside quarantine: what an otherwise empty pool could give to one request."""
+        return self.allocator.num_pages - self.num_quarantined
+
+    @property
+    def num_quarantined(self) -> int:
+        return self.allocator.count(PageState.QUARANTINED)
+
+    @property
+    def num_pins(self) -> int:
+        """I/O pins on pages: reads into them and sends from them that have not ended."""
+        return self.allocator.num_pins
+
+    @property
     def num_free(self) -> int:
         return self.allocator.num_free
 

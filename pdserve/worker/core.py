@@ -10,10 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvtransfer.effects import Effect, RunStep, SetGenerations
+from kvtransfer.effects import Effect, Retire, RunStep, SetGenerations
 from pdserve.kvcache.manager import PageManager
 from pdserve.sched.plan import SeqEvent, SeqStep, StepPlan, StepResult
 from pdserve.sched.scheduler import StepScheduler
+
+QUARANTINE_BUDGET = 0.05
+"""Share of the pool that may be quarantined; over it the worker drains and ends (protocol.md §1)."""
+LAST_WORDS_S = 0.5
+"""Time for the last answers to leave before a drained worker ends."""
 
 
 class Role(Protocol):
@@ -24,6 +29,11 @@ class Role(Protocol):
     @property
     def num_live(self) -> int:
         """Keys that are not done, those that only wait for quiet included."""
+        ...
+
+    @property
+    def num_active(self) -> int:
+        """Keys that can still make progress."""
         ...
 
     @property
@@ -43,6 +53,10 @@ class Role(Protocol):
         """A sequence of its took part in a step that ran from `began` to `ended`; comes before its events."""
         ...
 
+    def pool_shrunk(self, now: float) -> list[Effect]:
+        """Pages went into quarantine: what does not fit any more ends here."""
+        ...
+
     def tick(self, now: float) -> list[Effect]:
         """Fires what is due."""
         ...
@@ -55,10 +69,24 @@ class Role(Protocol):
 class WorkerCore:
     """The roles of one worker on one pool and one scheduler."""
 
-    def __init__(self, pages: PageManager, scheduler: StepScheduler, roles: Sequence[Role]) -> None:
+    def __init__(
+        self,
+        pages: PageManager,
+        scheduler: StepScheduler,
+        roles: Sequence[Role],
+        *,
+        max_gap_s: float = float("inf"),
+    ) -> None:
+        """max_gap_s: a longer silence of our own (no input, no tick) ends this incarnation."""
         self.pages = pages
         self.scheduler = scheduler
+        self.draining = False
+        self.retired = False
         self._roles = tuple(roles)
+        self._max_gap_s = max_gap_s
+        self._last_at: float | None = None
+        self._quiet_at = float("inf")
+        self._num_quarantined = 0
         self._running: StepPlan | None = None
         self._step_at = float("-inf")
         self._resume_at = float("inf")
@@ -73,17 +101,40 @@ class WorkerCore:
         return sum(role.num_live for role in self._roles)
 
     @property
+    def drained(self) -> bool:
+        """Nothing of anybody's is left: no key live or closing, no step, no page that a peer may still touch
+        or that is still being written (protocol.md §4)."""
+        return self._running is None and self.num_live == 0 and self.pages.num_pins == 0
+
+    @property
+    def over_quarantine(self) -> bool:
+        """Whether so many pages are out of use that this incarnation should end."""
+        return self.pages.num_quarantined > QUARANTINE_BUDGET * self.pages.num_pages
+
+    @property
     def busy(self) -> bool:
         """Whether a step runs."""
         return self._running is not None
 
     def drain(self) -> None:
         """From now on new requests are refused; live ones go on."""
+        self.draining = True
         for role in self._roles:
             role.draining = True
 
     def settle(self, effects: list[Effect], now: float) -> list[Effect]:
-        """Completes an input: events it caused in the scheduler, then the next step if one can run."""
+        """Completes an input: events it caused in the scheduler, then the next step if one can run.
+
+        After a gap of our own nothing of that gets out, only Retire, and after Retire nothing at all.
+        """
+        if self._over(now):
+            return self._gap_found()
+        return [] if self.retired else self._settle(effects, now)
+
+    def _settle(self, effects: list[Effect], now: float) -> list[Effect]:
+        if self.pages.num_quarantined > self._num_quarantined:
+            self._num_quarantined = self.pages.num_quarantined
+            effects = effects + [effect for role in self._roles for effect in role.pool_shrunk(now)]
         out = effects + self._route(self.scheduler.drain_events(), now)
         if self._running is None and not self._paced(now):
             self._running = self.scheduler.plan()
@@ -91,7 +142,32 @@ class WorkerCore:
             if self._running is not None:
                 self._step_at = now
                 out.append(RunStep(plan=self._running))
-        return self._generations() + out
+        return self._wear_out(now) or self._generations() + out
+
+    def _over(self, now: float) -> bool:
+        """Whether we were silent for too long: others have given us up by now (protocol.md §3)."""
+        last, self._last_at = self._last_at, now
+        return last is not None and now - last > self._max_gap_s
+
+    def _gap_found(self) -> list[Effect]:
+        return self._retire("no input and no tick for longer than a lease")
+
+    def _retire(self, reason: str) -> list[Effect]:
+        if self.retired:
+            return []
+        self.retired = True
+        return [Retire(reason=reason)]
+
+    def _wear_out(self, now: float) -> list[Effect]:
+        """Over the quarantine budget: takes no more, and ends when the last key has ended."""
+        if not self.over_quarantine:
+            return []
+        self.drain()
+        if self._running is not None or any(role.num_active for role in self._roles):
+            self._quiet_at = float("inf")
+            return []
+        self._quiet_at = min(self._quiet_at, now + LAST_WORDS_S)
+        return self._retire("too many pages are quarantined") if now >= self._quiet_at else []
 
     def _paced(self, now: float) -> bool:
         """Whether the next step waits a little. Prompts of our own never wait."""
@@ -106,6 +182,8 @@ class WorkerCore:
 
     def step_done(self, result: StepResult, now: float) -> list[Effect]:
         """The running step ended; roles learn what it made and the next one is planned."""
+        if self.retired or self._over(now):
+            return self._gap_found()
         self._stamp(result, now)
         self._running = None
         return self.settle(self._route(self.scheduler.finish_step(result), now), now)
@@ -121,11 +199,16 @@ class WorkerCore:
 
     def tick(self, now: float) -> list[Effect]:
         """Time passed. Call it only after the inbox is drained (protocol.md §5)."""
+        if self.retired or self._over(now):
+            return self._gap_found()
         return self.settle([effect for role in self._roles for effect in role.tick(now)], now)
 
     def next_timer(self) -> float:
-        """When tick is due next; infinity if never."""
-        return min(self._resume_at, *(role.next_timer() for role in self._roles))
+        """When tick is due next; infinity if never. Often enough that idleness is no gap."""
+        if self.retired:
+            return float("inf")
+        alive = (self._last_at or 0.0) + self._max_gap_s / 4
+        return min(self._resume_at, self._quiet_at, alive, *(role.next_timer() for role in self._roles))
 
     def check_integrity(self) -> str:
         """Empty if the pool's states add up, else what is wrong."""

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from kvtransfer.effects import Count, Effect, RunStep, SetGenerations
+from kvtransfer.effects import Count, Effect, Retire, RunStep, SetGenerations
 from kvtransfer.port import Input, WorkerParts
 from pdserve import failpoints
 from pdserve.sched.plan import StepPlan, StepResult
@@ -43,7 +43,9 @@ class Driver:
         runner: Runner,
         compute: ThreadPoolExecutor,
         on_fatal: Callable[[BaseException], None],
+        on_retire: Callable[[str], None],
     ) -> None:
+        """on_fatal: the core failed. on_retire: this incarnation is over, for a reason in words."""
         self.parts = parts
         self.loop = loop
         self.lock = threading.Lock()
@@ -53,6 +55,7 @@ class Driver:
         self._runner = runner
         self._compute = compute
         self._on_fatal = on_fatal
+        self._on_retire = on_retire
         self._handlers: dict[type[Any], Callable[[Any], None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
@@ -60,6 +63,7 @@ class Driver:
         self.on(RunStep, self._run_step)
         self.on(SetGenerations, self._set_generations)
         self.on(Count, self._count)
+        self.on(Retire, self._retire)
 
     def on(self, effect: type[E], handler: Callable[[E], None]) -> None:
         """Names the one handler of an effect type. Raises ValueError if there is one."""
@@ -155,6 +159,10 @@ class Driver:
     def _set_generations(self, effect: SetGenerations) -> None:
         for page, generation in effect.updates:
             self.parts.pool.set_generation(page, generation)
+
+    def _retire(self, effect: Retire) -> None:
+        log.warning("this incarnation ends: %s", effect.reason)
+        self._on_retire(effect.reason)
 
     def _count(self, effect: Count) -> None:
         self.counters[effect.name] = self.counters.get(effect.name, 0) + effect.amount

@@ -25,6 +25,8 @@ from pdserve.types import CapabilityRecord, ModelLimits, Role
 from pdserve.worker.machine import machine_id
 
 Progress = Callable[[str], None]
+LEAST_GAP_S = 5.0
+"""A silence of our own shorter than this is a busy machine, however short the lease."""
 GIL_SWITCH_S = 0.0005
 """How long the compute thread may keep the interpreter from the control thread (default 5 ms)."""
 
@@ -105,7 +107,9 @@ def _context(
     config: WorkerConfig, model: LoadedModel, runner: ModelRunner, limits: ModelLimits
 ) -> RoleContext:
     # Reservations leave room for one prompt of any length where the worker may prefill (protocol.md §5).
-    floor = pages_for(limits.max_context, config.page_size) if config.role is Role.AGGREGATED else 0
+    # Decode alone prefills what nobody else can: it sets less aside.
+    share = {Role.PREFILL: 0.0, Role.DECODE: 0.25, Role.AGGREGATED: 0.5}[config.role]
+    floor = min(pages_for(limits.max_context, config.page_size), int(runner.num_pages * share))
     return RoleContext(
         worker_id=config.worker_id,
         incarnation=secrets.randbits(63) | 1,
@@ -116,10 +120,11 @@ def _context(
         secret=config.secret_bytes,
         lease_s=config.lease_s,
         local_prefill_threshold=config.local_prefill_threshold,
-        floor_pages=min(floor, runner.num_pages // 2),
+        floor_pages=floor,
         max_num_seqs=config.max_num_seqs,
         decode_pace_s=config.decode_pace_s,
         host_id=machine_id(),
+        max_gap_s=max(config.lease_s, LEAST_GAP_S),
     )
 
 

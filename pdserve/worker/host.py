@@ -29,12 +29,20 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 EXIT_CORE_FAILED = 70
+EXIT_RETIRED = 75
+"""This incarnation is over and nothing is wrong with the worker: start it again at once."""
 
 
 def _quit(error: BaseException) -> None:
     """The core's state can not be trusted: this process ends, the fleet starts a new incarnation."""
     logging.shutdown()
     os._exit(EXIT_CORE_FAILED)
+
+
+def _retired(reason: str) -> None:
+    """The core says nothing any more. What ends here is what others have given up already."""
+    logging.shutdown()
+    os._exit(EXIT_RETIRED)
 
 
 async def _end_tasks() -> None:
@@ -54,8 +62,10 @@ class WorkerHost:
         *,
         progress: Callable[[str], None] = log.info,
         on_fatal: Callable[[BaseException], None] = _quit,
+        on_retire: Callable[[str], None] = _retired,
     ) -> None:
-        """Starts nothing yet. on_fatal: called when the pure core failed; ends the process by default.
+        """Starts nothing yet. on_fatal: called when the pure core failed; on_retire: when it declares this
+        incarnation over, with the reason. Both end the process by default.
 
         Raises ConfigError if faults are asked for outside of tests.
         """
@@ -64,6 +74,7 @@ class WorkerHost:
         self._config = config
         self._progress = progress
         self._on_fatal = on_fatal
+        self._on_retire = on_retire
         self._own_dir = "" if config.run_dir else tempfile.mkdtemp(prefix=f"pdserve-{os.getpid()}-worker-")
         self._run_dir = config.run_dir or self._own_dir
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -132,7 +143,7 @@ class WorkerHost:
         return self._call(self._serving.describe())
 
     async def _serve(self, engine: Engine) -> Serving:
-        serving = Serving(engine, self._compute, self._on_fatal)
+        serving = Serving(engine, self._compute, self._on_fatal, self._on_retire)
         await serving.start()
         return serving
 

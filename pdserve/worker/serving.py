@@ -29,8 +29,6 @@ from pdserve.worker.services import SERVICE, WorkerServicer
 
 STUCK_AFTER_S = 5.0
 """A step that takes longer makes the worker unready (reliability.md, health)."""
-QUARANTINE_BUDGET = 0.05
-"""Share of the pool that may be quarantined; over it the worker is unready and restarts (protocol.md §1)."""
 MAX_MESSAGE_BYTES = 16 << 20
 
 
@@ -38,14 +36,20 @@ class Serving:
     """A worker's event-loop side. All methods belong to the control thread."""
 
     def __init__(
-        self, engine: Engine, compute: ThreadPoolExecutor, on_fatal: Callable[[BaseException], None]
+        self,
+        engine: Engine,
+        compute: ThreadPoolExecutor,
+        on_fatal: Callable[[BaseException], None],
+        on_retire: Callable[[str], None],
     ) -> None:
         loop = asyncio.get_running_loop()
         parts = engine.parts
         self._engine = engine
-        self._driver = Driver(loop, parts, engine.runner, compute, on_fatal)
+        self._driver = Driver(loop, parts, engine.runner, compute, on_fatal, on_retire)
         self._roles: tuple[RoleDriver, ...] = load_roles(engine.config.role, self._driver)
-        self._core = WorkerCore(parts.pages, parts.scheduler, [r.role for r in self._roles])
+        self._core = WorkerCore(
+            parts.pages, parts.scheduler, [r.role for r in self._roles], max_gap_s=parts.context.gap_s
+        )
         self._driver.core = self._core
         options = ServerOptions(
             host=parts.host,
@@ -55,7 +59,6 @@ class Serving:
         )
         self._server = RpcServer(options, interceptors=[FleetGuard(parts.context.secret)])
         self._membership: Membership | None = None
-        self._draining = False
         self.record: WorkerRecord = self._record("", {})
 
     async def start(self) -> None:
@@ -75,12 +78,12 @@ class Serving:
         self._membership.start()
 
     async def drain(self, timeout_s: float) -> int:
-        """Refuses new requests; returns how many live ones are left at the limit."""
-        self._draining = True
+        """Refuses new requests; returns how many live ones are left at the limit. Pages that a peer still
+        reads count as one more: they must be out before this process ends."""
         self._core.drain()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._driver.until(lambda: self._core.num_live == 0), timeout_s)
-        return self._core.num_live
+            await asyncio.wait_for(self._driver.until(lambda: self._core.drained), timeout_s)
+        return 0 if self._core.drained else max(1, self._core.num_live)
 
     async def stop(self) -> None:
         """Leaves the routers, ends calls, closes the data plane."""
@@ -111,11 +114,11 @@ class Serving:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             waiting_tokens=scheduler.waiting_tokens,
-            draining=self._draining,
+            draining=self._core.draining,
             page_ages=ages,
             transfer_pages=pages.allocator.transfer_pages,
             peak_transfer_pages=pages.allocator.peak_transfer_pages,
-            ready=not stuck and counts[PageState.QUARANTINED] <= QUARANTINE_BUDGET * pages.num_pages,
+            ready=not stuck and not self._core.over_quarantine,
         )
 
     def state(self) -> WorkerState:

@@ -118,6 +118,12 @@ def test_worker_that_dies_at_every_start_backs_off(fleet: Callable[..., FleetHan
     assert len(set(starts)) >= 3
 
 
+def test_worker_whose_incarnation_is_over_starts_again_at_once(fleet: Callable[..., FleetHandle]) -> None:
+    handle = fleet(model="retires", aggregated=1, min_backoff_s=30.0)
+    status = until(handle, lambda s: s["all_serving"] and s["workers"][0]["restarts"] == 1)
+    assert status["workers"][0]["failures"] == 0
+
+
 def test_start_that_can_not_succeed_is_told_at_once(fleet: Callable[..., FleetHandle]) -> None:
     handle = fleet(model="broken", aggregated=1)
     with pytest.raises(ModelError, match=r"^aggregated-0: the model file can not be used$"):

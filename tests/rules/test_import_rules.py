@@ -17,8 +17,8 @@ PURE_FILES = (
         f"router/{name}.py"
         for name in ("admission", "clocks", "explain", "ledger", "membership", "policy", "lifecycle")
     ),
-    *(f"prefill_worker/{name}.py" for name in ("loop", "entry", "digests", "replies")),
-    *(f"decode_worker/{name}.py" for name in ("loop", "entry", "pulls", "reserve")),
+    *(f"prefill_worker/{name}.py" for name in ("loop", "entry", "digests", "holds", "replies")),
+    *(f"decode_worker/{name}.py" for name in ("loop", "entry", "pulls", "replies", "reserve", "sequences")),
     *("kvtransfer/plan.py", "kvtransfer/stamps.py", "pdserve/worker/core.py", "pdserve/fleet/supervise.py"),
 )
 PURE_FOLDERS = ("pdserve/kvcache/", "pdserve/sched/", "kvtransfer/session/")

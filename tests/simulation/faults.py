@@ -201,7 +201,7 @@ class Faults:
             self._world.after(0.1, lambda: self._flip_soon(kind, tries - 1))
 
     def _flip(self, kind: str, process: Process) -> bool:
-        digests, pages = process.prefill._digests._by_page, process.pages
+        digests, pages = process.prefill._holds._digests._by_page, process.pages
         fits = _in_transfer if kind == "corrupt_source" else _only_cached
         fitting = [
             page

@@ -71,7 +71,7 @@ class Process:
         self.context = self._context()
         self.prefill = PrefillRole(self.context, self.pages, self.scheduler)
         self.decode = DecodeRole(self.context, self.pages, self.scheduler, page_bytes=1)
-        self.core = WorkerCore(self.pages, self.scheduler, self._roles())
+        self.core = WorkerCore(self.pages, self.scheduler, self._roles(), max_gap_s=self.context.gap_s)
         self.calls = Calls(self)
         self.compute = Compute(self)
         self.reads: dict[int, Read] = {}

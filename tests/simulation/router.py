@@ -252,11 +252,11 @@ class SimRouter:
 
     def _rebind(self, request: Request, effect: Any) -> None:
         """Another prefill worker for a request that a decode worker holds pages for."""
-        found = policy.choose_prefill(  # type: ignore[attr-defined]
+        found = policy.choose_prefill(
             self._candidates(), self.inflight, effect.decode, effect.avoid, self.policy
         )
         self._world.note(ROUTER, "looks for another prefill worker:", effect.key, found and found.worker_id)
-        rebound = ev.Rebound(key=effect.key, prefill=found)  # type: ignore[attr-defined]
+        rebound = ev.Rebound(key=effect.key, prefill=found)
         self._todo[request.wish.name].append(rebound)
 
     def _candidates(self) -> list[Candidate]:

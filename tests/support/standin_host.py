@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,24 @@ from pdserve.types import CapabilityRecord, ModelLimits, PeerRef, WorkerRecord
 class StandinHost:
     """The interface of WorkerHost. The model's name says what happens at start: fail, die, or serve."""
 
-    def __init__(self, config: WorkerConfig, *, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: WorkerConfig, *, progress: Callable[[str], None], on_retire: Callable[[str], None]
+    ) -> None:
         self._config = config
+        self._on_retire = on_retire
         progress("standing in")
 
     def start(self) -> WorkerRecord:
         """Notes the start in a file of the run directory, then does what the model's name says."""
-        with (Path(self._config.run_dir) / self._config.worker_id).open("a") as log:
+        starts = Path(self._config.run_dir) / self._config.worker_id
+        with starts.open("a") as log:
             log.write(f"start {os.getpid()}\n")
         if self._config.model == "broken":
             raise ModelError("the model file can not be used")
         if self._config.model == "dies":
             os._exit(3)
+        if self._config.model == "retires" and len(starts.read_text().splitlines()) == 1:
+            threading.Timer(0.3, self._on_retire, ("it stood still",)).start()
         return WorkerRecord(
             peer=PeerRef(worker_id=self._config.worker_id, incarnation=2**64 - 1, control="127.0.0.1:1"),
             role=self._config.role,

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from decode_worker.reserve import Reservation, reserve
+from decode_worker.reserve import Kept, Reservation, reserve
 from kvtransfer.session.guard import RoleContext, cache_salt
-from pdserve.kvcache.allocator import Holder, HolderKind
+from pdserve.kvcache.allocator import Holder, HolderKind, PageState
 from pdserve.kvcache.manager import PageManager
 from pdserve.kvcache.prefix import content_keys
 from pdserve.messages import Refusal, Refused, Reserve
@@ -81,11 +81,93 @@ def test_no_growth_beyond_what_may_be_made() -> None:
 def test_the_prefill_floor_stays_free_and_a_refusal_holds_nothing() -> None:
     pages = PageManager(40, 7)
     cached(pages, 12)
-    refused = reserve(replace(CTX, floor_pages=37), pages, call(18, max_tokens=10), "D:r")
+    pages.reserve(4, Holder(HolderKind.REQUEST, "other"))
+    refused = reserve(replace(CTX, floor_pages=30), pages, call(18, max_tokens=10), "D:r")
     assert isinstance(refused, Refused)
     assert (refused.reason, refused.retry_after_s > 0) == (Refusal.FULL, True)
     assert pages.pages_of(ME) == ()
-    assert pages.idle
+    assert pages.available == 36
+
+
+def test_the_floor_gives_way_to_what_could_never_be_reserved_otherwise() -> None:
+    pages = PageManager(8, 7)
+    assert isinstance(reserve(replace(CTX, floor_pages=4), pages, call(20, max_tokens=4), "D:r"), Reservation)
+    pages.drop_all(ME)
+    pages.reserve(1, Holder(HolderKind.REQUEST, "other"))
+    late = reserve(replace(CTX, floor_pages=4), pages, call(20, max_tokens=4), "D:r")
+    assert isinstance(late, Refused)
+    assert late.reason is Refusal.FULL
+
+
+def test_pages_in_quarantine_do_not_count_as_pool() -> None:
+    pages = PageManager(8, 7)
+    (page,) = pages.reserve(1, Holder(HolderKind.REQUEST, "other")) or ()
+    pages.quarantine(page)
+    refused = reserve(CTX, pages, call(16, max_tokens=16), "D:r")
+    assert isinstance(refused, Refused)
+    assert refused.reason is Refusal.NEVER_FITS
+
+
+LOWER = Holder(HolderKind.REQUEST, "D:lower")
+
+
+def lower(pages: PageManager, tokens: int, *, verified: int, reading: frozenset[int] = frozenset()) -> Kept:
+    """A lower key of the same request with `verified` pages proven and some still being read."""
+    held = reserve(CTX, pages, call(tokens, max_tokens=8), "D:lower")
+    assert isinstance(held, Reservation)
+    for index in {*range(verified), *reading}:
+        pages.fill(held.pages[index])
+    own = {i: p for i, p in enumerate(held.pages) if i not in reading}
+    return Kept(holder=LOWER, pages=own, verified={i: held.keys[i] for i in range(verified)})
+
+
+def test_a_higher_key_takes_the_lower_ones_pages_over_without_any_other() -> None:
+    pages = PageManager(8, 7)
+    kept = lower(pages, 20, verified=2)
+    held = reserve(CTX, pages, call(20, max_tokens=8), "D:r", kept)
+    assert isinstance(held, Reservation)
+    assert held.verified == frozenset({0, 1})
+    assert held.pages == tuple(kept.pages.values())
+    assert set(pages.pages_of(ME)) == set(held.pages)
+    assert pages.pages_of(LOWER) == ()
+
+
+def test_pages_that_a_read_may_still_write_stay_with_the_lower_key() -> None:
+    pages = PageManager(16, 7)
+    kept = lower(pages, 20, verified=1, reading=frozenset({1}))
+    held = reserve(CTX, pages, call(20, max_tokens=8), "D:r", kept)
+    assert isinstance(held, Reservation)
+    (left,) = pages.pages_of(LOWER)
+    assert left not in held.pages
+    assert pages.state(held.pages[1]) is PageState.RESERVED, "a fresh one in its place"
+
+
+def test_a_takeover_that_does_not_fit_costs_the_lower_key_nothing() -> None:
+    pages = PageManager(7, 7)
+    kept = lower(pages, 20, verified=1, reading=frozenset({1}))
+    before = pages.pages_of(LOWER)
+    assert isinstance(reserve(CTX, pages, call(20, max_tokens=8), "D:r", kept), Refused)
+    assert pages.pages_of(LOWER) == before
+    assert pages.pages_of(ME) == ()
+
+
+def test_only_pages_under_the_same_content_key_count_as_verified() -> None:
+    pages = PageManager(64, 7)
+    kept = lower(pages, 20, verified=3)
+    other = replace(call(20, max_tokens=8), token_ids=(*range(4), *range(100, 116)))
+    held = reserve(CTX, pages, other, "D:r", kept)
+    assert isinstance(held, Reservation)
+    assert held.verified == frozenset({0})
+
+
+def test_what_is_verified_decides_too_who_computes_and_its_pages_stay() -> None:
+    pages = PageManager(64, 7)
+    kept = lower(pages, 20, verified=4)
+    held = reserve(replace(CTX, local_prefill_threshold=8), pages, call(20, max_tokens=8), "D:r", kept)
+    assert isinstance(held, Reservation)
+    assert held.mode is HandoverMode.LOCAL
+    assert held.known_rows == 16
+    assert held.pages
 
 
 def test_what_fits_no_empty_pool_is_refused_for_good() -> None:

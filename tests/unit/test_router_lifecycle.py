@@ -96,8 +96,7 @@ def test_decode_that_prefills_itself_cancels_prefill() -> None:
 def test_prefill_lost_before_reserved_switches_as_soon_as_decode_has_it() -> None:
     state = fresh()
     run(state, ev.Assigned(decode=D[0], prefill=P[0]))
-    refused = Refused(key=key(0), reason=Refusal.DRAINING)
-    assert kinds(run(state, ev.PrefillRefused(refused=refused))) == [ev.ReleasePrefill]
+    assert kinds(run(state, ev.PrefillBroken(key=key(0)))) == [ev.ReleasePrefill]
     assert run(state, reserved()) == [ev.SwitchLocal(key=key(0), decode=D[0])]
 
 
@@ -215,6 +214,7 @@ events = st.one_of(
     st.builds(ev.DecodeBroken, key=keys, label=st.just("internal"), message=st.just(""),
               retryable=st.booleans()),
     st.builds(ev.PrefillBroken, key=keys),
+    st.builds(ev.Rebound, key=keys, prefill=st.none() | peers_p),
     st.builds(ev.SwitchAnswered, key=keys, outcome=st.none() | st.sampled_from(Outcome)),
     st.builds(ev.WorkerGone, incarnation=st.sampled_from([p.incarnation for p in (*P, *D)])),
     st.just(ev.StopMatched()),
@@ -239,6 +239,10 @@ advance = st.sampled_from(
         "full",
         "prefilled",
         "no_prefill",
+        "p_refused",
+        "p_refused",
+        "rebound",
+        "rebound",
         "no_switch",
         "decode_gone",
         "prefill_gone",
@@ -263,6 +267,8 @@ def likely(state: RequestState, what: str, num: int) -> ev.Event:
         "gap": Token(key=current, index=size + 1 + num, token_id=6),
         "stale": Token(key=stale, index=size, token_id=6),
         "prefilled": Prefilled(key=current, outcome=Outcome.COMPLETE),
+        "p_refused": ev.PrefillRefused(refused=Refused(key=current, reason=Refusal.DRAINING)),
+        "rebound": ev.Rebound(key=current, prefill=P[num % 2] if num % 3 else None),
         "no_prefill": ev.PrefillBroken(key=current),
         "no_switch": ev.SwitchAnswered(key=current, outcome=None),
         "decode_gone": ev.WorkerGone(incarnation=D[num % 2].incarnation),
@@ -292,6 +298,7 @@ class Checked:
         self.told_decode: set[Key] = set()
         self.sent: set[Key] = set()
         self.queued = True
+        self.rebinding = False
 
     def apply(self, event: ev.Event) -> None:
         assert not (self.ends and step(self.state, event)), "an effect after the end"
@@ -302,7 +309,8 @@ class Checked:
     def effect(self, effect: ev.Effect) -> None:
         match effect:
             case ev.SendReserve():
-                assert self.queued
+                assert self.queued or self.rebinding, "only a rebinding needs no new place in the queue"
+                self.rebinding = False
                 assert all(effect.key > old for old in self.sent), "epochs only rise"
                 assert effect.token_ids == (*PROMPT, *self.emitted)
                 assert effect.num_forced == len(self.emitted)
@@ -328,6 +336,8 @@ class Checked:
                 assert (effect.finish is None) == bool(effect.label)
                 assert effect.usage.completion_tokens == len(self.emitted)
                 self.ends.append(effect)
+            case ev.Rebind():
+                self.rebinding = True
             case ev.CancelDecode() | ev.CancelPrefill() | ev.SwitchLocal():
                 assert effect.key in self.sent
 

@@ -88,11 +88,70 @@ def test_d1_local_mode_needs_no_grant() -> None:
     assert made.state is DState.LOCAL
 
 
-def test_the_grant_is_repeated_until_the_first_announce() -> None:
+def test_d1_the_grant_is_repeated_until_prefill_has_used_it() -> None:
     made = session(accepted())
     assert len(sent(made.step(ev.Tick(), L / 4), Grant)) == 1
     made.step(announce(0), L / 4)
-    assert sent(made.step(ev.Tick(), L / 2), Grant) == []
+    assert len(sent(made.step(ev.Tick(), L / 2), Grant)) == 1
+    made.step(announce(1), L / 2)
+    assert sent(made.step(ev.Tick(), 3 * L / 4), Grant) == []
+
+
+def windowed(window: int, num_pages: int) -> DecodeSession:
+    made = DecodeSession(key=KEY, lease_s=L, credit_pages=window)
+    made.step(replace(accepted(), num_pages=num_pages), 0.0)
+    return made
+
+
+def test_d1_credit_is_absolute_and_a_window_over_the_verified_pages() -> None:
+    made = windowed(2, 6)
+    assert made.granted == 2
+    credits = []
+    for index in range(6):
+        made.step(announce(index), 0.0)
+        credits += [g.credit for g in sent(made.step(read(index), 0.0), Grant)]
+    assert credits == [3, 4, 5, 6]
+    assert made.verified_prefix == 6
+
+
+def test_d1_a_large_window_is_not_raised_page_by_page() -> None:
+    made = windowed(8, 100)
+    credits = []
+    for index in range(8):
+        made.step(announce(index), 0.0)
+        credits += [g.credit for g in sent(made.step(read(index), 0.0), Grant)]
+    assert credits == [10, 12, 14, 16]
+
+
+def test_d1_a_raised_limit_that_was_lost_is_said_again() -> None:
+    made = windowed(1, 3)
+    made.step(announce(0), 0.0)
+    assert [g.credit for g in sent(made.step(read(0), 0.0), Grant)] == [2]
+    assert [g.credit for g in sent(made.step(ev.Tick(), L / 4), Grant)] == [2]
+
+
+def test_d2_more_pages_than_granted_end_the_transfer_and_are_counted() -> None:
+    made = windowed(1, 3)
+    made.step(announce(0), 0.0)
+    effects = made.step(announce(1), 0.0)
+    assert ev.DCount(name="over_credit") in effects
+    assert len(sent(effects, Abort)) == 1
+    assert made.switching
+
+
+def test_d1_pages_taken_over_are_not_wanted_again_but_count_as_verified() -> None:
+    made = session(replace(accepted(), num_pages=4, verified=frozenset({1})), announce(0), read(0))
+    assert made.want == (0, 2, 3)
+    assert made.verified_prefix == 2
+    assert made.verified == frozenset({0, 1})
+    assert has(made.step(announce(1), 0.0), ev.DRunLocal), "nobody may announce what was not granted"
+
+
+def test_d5_all_pages_taken_over_need_only_the_first_token() -> None:
+    made = session(replace(accepted(), verified=frozenset({0, 1})))
+    effects = made.step(finish(()), 0.0)
+    assert len(sent(effects, Commit)) == 1
+    assert made.state is DState.RUNNING
 
 
 def test_d2_a_page_is_read_once_however_often_it_is_announced() -> None:
@@ -194,6 +253,14 @@ def test_d7_late_words_of_the_prefill_side_are_superseded() -> None:
 def test_d8_finish_again_is_committed_again() -> None:
     made = session(*VERIFIED, finish())
     assert len(sent(made.step(finish(), 0.0), Commit)) == 1
+
+
+def test_d8_a_forced_or_repeated_index_is_never_emitted() -> None:
+    made = session(*VERIFIED, finish())
+    assert made.step(ev.Sampled(index=0, token_id=6), 0.0) == []
+    local = session(replace(accepted(HandoverMode.LOCAL), num_forced=3))
+    assert local.step(ev.Sampled(index=2, token_id=6), 0.0) == []
+    assert local.step(ev.Sampled(index=3, token_id=6), 0.0) == [ev.DEmit(index=3, token_id=6)]
 
 
 def test_d8_d9_tokens_then_the_end_then_release() -> None:

@@ -51,6 +51,16 @@ def test_a_worker_that_served_long_enough_starts_its_back_off_again() -> None:
         now += served + wait
 
 
+def test_a_worker_that_ended_its_own_incarnation_starts_again_at_once() -> None:
+    fleet = make(1, 0)
+    fleet.due(0.0)
+    fleet.serving("prefill-0", {}, 0.0)
+    fleet.ended("prefill-0", None, 1.0, retired=True)
+    assert fleet.due(1.0) == [Start(worker_id="prefill-0", role=Role.PREFILL)]
+    slot = fleet.slots["prefill-0"]
+    assert (slot.failures, slot.restarts) == (0, 1)
+
+
 def test_scaling_down_retires_the_youngest_and_up_fills_the_gap() -> None:
     fleet = make(0, 3)
     for command in fleet.due(0.0):

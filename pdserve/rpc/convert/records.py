@@ -44,6 +44,7 @@ def capability_to_pb(value: CapabilityRecord) -> pb.CapabilityRecord:
         transports=value.transports,
         protocol_min=value.protocol[0],
         protocol_max=value.protocol[1],
+        codecs=value.codecs,
     )
 
 
@@ -58,6 +59,7 @@ def capability_from_pb(message: pb.CapabilityRecord) -> CapabilityRecord:
         page_bytes=message.page_bytes,
         transports=tuple(message.transports),
         protocol=(message.protocol_min, message.protocol_max),
+        codecs=tuple(message.codecs),
     )
 
 

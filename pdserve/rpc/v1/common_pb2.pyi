@@ -521,6 +521,7 @@ class CapabilityRecord(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     PROTOCOL_MIN_FIELD_NUMBER: _builtins.int
     PROTOCOL_MAX_FIELD_NUMBER: _builtins.int
+    CODECS_FIELD_NUMBER: _builtins.int
     layout: _builtins.str
     numerics: _builtins.str
     model: _builtins.str
@@ -532,6 +533,8 @@ class CapabilityRecord(_message.Message):
     protocol_max: _builtins.int
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def codecs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -545,10 +548,11 @@ class CapabilityRecord(_message.Message):
         transports: _abc.Iterable[_builtins.str] | None = ...,
         protocol_min: _builtins.int = ...,
         protocol_max: _builtins.int = ...,
+        codecs: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "layout", b"layout", "model", b"model", "numerics", b"numerics", "page_bytes", b"page_bytes", "page_size", b"page_size", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "tokenizer", b"tokenizer", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codecs", b"codecs", "dtype", b"dtype", "layout", b"layout", "model", b"model", "numerics", b"numerics", "page_bytes", b"page_bytes", "page_size", b"page_size", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "tokenizer", b"tokenizer", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
