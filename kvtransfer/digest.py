@@ -12,20 +12,41 @@ from collections.abc import Iterable
 import xxhash
 
 DIGEST_BYTES = 16
+HEADER_BYTES = 1024
+"""Of the header before the payload, padded with zeros: one block of xxh3, so that whoever copies a page can
+digest the very pieces that it stores (csrc/mover.cpp)."""
 _PAGE_HEADER = struct.Struct(
     ">4sIIIQIH"
 )  # magic, first layer, last layer, shard, index, valid rows, len(layout)
-_PAGE_MAGIC = b"PDP1"
+_INDEX_AND_ROWS = struct.Struct(">QI")
+_INDEX_AT = 16
+_PAGE_MAGIC = b"PDP2"
 _ALL_MAGIC = b"PDA1"
 
 
-def page_hasher(
-    *, layout: str, layer_first: int, layer_last: int, shard: int, index: int, valid_rows: int
-) -> xxhash.xxh3_128:
-    """A hasher that has taken the header of `page_digest`: update it with the payload, then `digest()`."""
+def page_header(*, layout: str, layer_first: int, layer_last: int, shard: int) -> bytes:
+    """The HEADER_BYTES before a page's payload, with index and valid rows 0. Raises ValueError for a layout
+    name that does not fit."""
     name = layout.encode()
-    header = _PAGE_HEADER.pack(_PAGE_MAGIC, layer_first, layer_last, shard, index, valid_rows, len(name))
-    return xxhash.xxh3_128(header + name)
+    header = _PAGE_HEADER.pack(_PAGE_MAGIC, layer_first, layer_last, shard, 0, 0, len(name)) + name
+    if len(header) > HEADER_BYTES:
+        raise ValueError("the layout's name is too long")
+    return header.ljust(HEADER_BYTES, b"\0")
+
+
+class PageDigester:
+    """Digests pages that differ in index, valid rows and bytes only. For one thread."""
+
+    def __init__(self, header: bytes) -> None:
+        """header: see `page_header`."""
+        self._header = bytearray(header)
+
+    def __call__(self, payload: memoryview, *, index: int, valid_rows: int) -> bytes:
+        """See `page_digest`."""
+        _INDEX_AND_ROWS.pack_into(self._header, _INDEX_AT, index, valid_rows)
+        hasher = xxhash.xxh3_128(self._header)
+        hasher.update(payload)
+        return bytes(hasher.digest())
 
 
 def page_digest(
@@ -44,16 +65,8 @@ def page_digest(
     layers held, the last one included. shard: the tensor-parallel part. index: position in the prompt, in
     pages. valid_rows: tokens in the page. Large payloads are hashed without the interpreter lock.
     """
-    hasher = page_hasher(
-        layout=layout,
-        layer_first=layer_first,
-        layer_last=layer_last,
-        shard=shard,
-        index=index,
-        valid_rows=valid_rows,
-    )
-    hasher.update(payload)
-    return bytes(hasher.digest())
+    header = page_header(layout=layout, layer_first=layer_first, layer_last=layer_last, shard=shard)
+    return PageDigester(header)(payload, index=index, valid_rows=valid_rows)
 
 
 def digest_of_digests(pairs: Iterable[tuple[int, bytes]], record: bytes = b"") -> bytes:

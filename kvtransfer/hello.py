@@ -1,10 +1,12 @@
 """Whether a reader's hello is good: the same answer on every transport, before a byte of the pool is shown.
 
-What lives here: that check, and the reader's check of the answer. What does not: sockets.
+What lives here: that check, the reader's check of the answer, and what a reader knows of the pages. What does
+not: sockets.
 """
 
 from __future__ import annotations
 
+from kvtransfer.digest import page_header
 from kvtransfer.transport import PageSource, ReaderConfig, ReadRequest
 from kvtransfer.wire import Code, Frame, Hello, Kind, Welcome, WireError, pack
 
@@ -49,6 +51,16 @@ def accept(frame: Frame, config: ReaderConfig) -> Welcome:
     if (welcome.pool_id, welcome.page_bytes) != (config.pool_id, config.page_bytes):
         raise WireError("a welcome to another pool")
     return welcome
+
+
+def digest_header(config: ReaderConfig) -> bytes:
+    """The header under which this peer's pages are digested."""
+    return page_header(
+        layout=config.layout,
+        layer_first=config.layer_first,
+        layer_last=config.layer_last,
+        shard=config.shard,
+    )
 
 
 def refusal(code: int) -> str:

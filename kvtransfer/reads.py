@@ -11,12 +11,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 
-import xxhash
-
-from kvtransfer.digest import page_hasher
+from kvtransfer.digest import PageDigester
+from kvtransfer.hello import digest_header
 from kvtransfer.transport import Done, ReadDone, ReaderConfig, ReadRequest, ReadStatus
 from kvtransfer.wire import sendable
 from pdserve import failpoints
@@ -67,8 +66,15 @@ class Counters:
 class ReadTable:
     """All pending reads of one reader. Every method may be called from any thread."""
 
-    def __init__(self, config: ReaderConfig, counters: Counters) -> None:
+    def __init__(
+        self,
+        config: ReaderConfig,
+        counters: Counters,
+        digester: Callable[[bytes], PageDigester] = PageDigester,
+    ) -> None:
+        """digester: makes what digests pages, of their header."""
         self._config, self._counters = config, counters
+        self._digest = digester(digest_header(config))
         self._changed = threading.Condition()
         self._by_id: dict[int, Pending] = {}
         self._waiting: deque[Pending] = deque()
@@ -128,6 +134,19 @@ class ReadTable:
                 self._changed.wait()
             return None
 
+    def begin_more(self, limit: int) -> list[Pending]:
+        """The first waiting reads, at most `limit`, moving at once: for readers who ask nobody."""
+        begun: list[Pending] = []
+        with self._changed:
+            while self._waiting and len(begun) < limit:
+                pending = self._waiting.popleft()
+                if pending.state is not State.ENDED:
+                    pending.state = State.MOVING
+                    begun.append(pending)
+        for _ in begun:
+            failpoints.stall("wire")
+        return begun
+
     def _ask(self, limit: int) -> list[Pending]:
         asked: list[Pending] = []
         while self._waiting and len(asked) < limit:
@@ -168,37 +187,37 @@ class ReadTable:
         self._report(pending, ReadStatus.FAILED, detail="cancelled")
         return pending if was_asked else None
 
-    def hasher(self, pending: Pending) -> xxhash.xxh3_128:
-        """What digests the bytes of a read's target; it has taken their header."""
-        request, config = pending.request, self._config
-        return page_hasher(
-            layout=config.layout,
-            layer_first=config.layer_first,
-            layer_last=config.layer_last,
-            shard=config.shard,
-            index=request.index,
-            valid_rows=request.valid_rows,
-        )
+    def digest(self, pending: Pending) -> bytes:
+        """The digest of the bytes in a read's target. For the reader's own thread."""
+        request = pending.request
+        return self._digest(request.target, index=request.index, valid_rows=request.valid_rows)
 
     def verify(self, pending: Pending, digest: bytes) -> None:
         """Ends a read whose bytes are all in the target and have that digest: GOOD or MISMATCH."""
-        if pending.arrived_s is None:
-            self.arrived(pending)
-        failpoints.stall("verify")
-        status = ReadStatus.GOOD if digest == pending.request.digest else ReadStatus.MISMATCH
-        self._counters.add("bytes", self._config.page_bytes)
-        self.end(pending, status, digest=digest, verified_s=monotonic())
+        self.verify_all([(pending, digest)])
 
-    def end(
-        self, pending: Pending, status: ReadStatus, *, digest: bytes = b"", detail: str = "",
-        verified_s: float | None = None,
-    ) -> None:  # fmt: skip
+    def verify_all(self, found: Sequence[tuple[Pending, bytes]]) -> None:
+        """`verify` of several reads."""
+        for pending, _ in found:
+            if pending.arrived_s is None:
+                self.arrived(pending)
+        for _ in found:
+            failpoints.stall("verify")
+        with self._changed:
+            for pending, _ in found:
+                self._forget(pending)
+        self._counters.add("bytes", len(found) * self._config.page_bytes)
+        for pending, digest in found:
+            status = ReadStatus.GOOD if digest == pending.request.digest else ReadStatus.MISMATCH
+            self._report(pending, status, digest=digest, verified_s=monotonic())
+
+    def end(self, pending: Pending, status: ReadStatus, *, detail: str = "") -> None:
         """Ends a read and calls `done`; without effect on one that has ended."""
         with self._changed:
             if pending.state is State.ENDED:
                 return
             self._forget(pending)
-        self._report(pending, status, digest=digest, detail=detail, verified_s=verified_s)
+        self._report(pending, status, detail=detail)
 
     def end_all(self, detail: str) -> None:
         """Ends every read with FAILED. For the thread that moves bytes, when it moves none."""

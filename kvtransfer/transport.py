@@ -206,9 +206,11 @@ class Transport:
 
 
 def _shm() -> Transport:
+    from kvtransfer import mover
     from kvtransfer.shm.reader import ShmPageReader
     from kvtransfer.shm.server import ShmPageServer
 
+    mover.library()  # built now, not at the first page
     return Transport(server=ShmPageServer, reader=ShmPageReader)
 
 

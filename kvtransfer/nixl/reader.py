@@ -240,9 +240,7 @@ class Pull:
     def _verify(self, pending: Pending) -> None:
         """The digest decides; the generation only tells a page that was freed from one that is broken."""
         request = pending.request
-        hasher = self._reads.hasher(pending)
-        hasher.update(request.target)
-        digest = hasher.digest()
+        digest = self._reads.digest(pending)
         if (
             digest != request.digest
             and self._link.generation(request.source.page) != request.source.generation

@@ -1,9 +1,8 @@
 """The destination end of the shm transport: maps the peer's pool once and copies pages out of it.
 
-What lives here: getting the descriptor, and the mover thread that copies and verifies. What does not: page
-states and pins (the host's), the mapping itself (`pdserve.kvcache.pool.RemotePool`).
-
-Copy and digest run without the interpreter lock (numpy, xxhash), so that the control thread is not held up.
+What lives here: getting the descriptor, and the mover thread, which takes reads in batches. What does not:
+page states and pins (the host's), the mapping itself (`pdserve.kvcache.pool.RemotePool`), the copy with its
+looks at the generation (`kvtransfer.mover`).
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-import numpy as np
-import xxhash
-
-from kvtransfer.hello import Refused, accept, introduce
+from kvtransfer.hello import Refused, accept, digest_header, introduce
 from kvtransfer.listener import Signal, Stalled, wait_for
+from kvtransfer.mover import Copied, Copy, PageMover
 from kvtransfer.reads import Counters, Pending, ReadTable
 from kvtransfer.shm.server import same_user
 from kvtransfer.stream import PeerClosed
@@ -32,7 +29,8 @@ from pdserve.errors import Incompatible
 log = logging.getLogger(__name__)
 _ANSWERS = frozenset({Kind.WELCOME, Kind.REFUSED})
 _MAX_ANSWER_BYTES = 4096
-_SLICE_BYTES = 256 * 1024
+_BATCH_BYTES = 2 << 20  # about 0.2 ms: how long a cancelled or closed reader may still be busy
+_MAX_BATCH = 64
 
 
 class MappedPool(Protocol):
@@ -41,9 +39,9 @@ class MappedPool(Protocol):
     @property
     def num_pages(self) -> int: ...
 
-    def page_view(self, page: int) -> memoryview: ...
+    def page_address(self, page: int) -> int: ...
 
-    def generation(self, page: int) -> int: ...
+    def generation_address(self, page: int) -> int: ...
 
     def close(self) -> None: ...
 
@@ -62,8 +60,17 @@ def map_remote_pool(fd: int, layout: str, pool_id: int) -> MappedPool:
 class ShmPageReader:
     """A `PageReader` that copies out of the mapped pool of a peer on this machine."""
 
-    def __init__(self, config: ReaderConfig, map_pool: MapPool = map_remote_pool) -> None:
+    def __init__(
+        self,
+        config: ReaderConfig,
+        map_pool: MapPool = map_remote_pool,
+        mover: Callable[..., PageMover] = PageMover,
+    ) -> None:
+        """mover: makes the `PageMover`; takes its arguments."""
         self._config, self._map_pool = config, map_pool
+        self._batch = max(1, min(_MAX_BATCH, _BATCH_BYTES // config.page_bytes))
+        header = digest_header(config)
+        self._mover = mover(page_bytes=config.page_bytes, capacity=self._batch, header=header)
         self._counters, self._stop = Counters(), Signal()
         self._reads = ReadTable(config, self._counters)
         self._pool: MappedPool | None = None
@@ -99,7 +106,9 @@ class ShmPageReader:
 
     def _serve(self, pending: Pending) -> None:
         try:
-            self._move(pending, self._attached(pending))
+            pool = self._attached(pending)
+            begun = [pending] if self._reads.begin(pending) else []
+            self._move(begun + self._reads.begin_more(self._batch - len(begun)), pool)
             return
         except Refused as refused:
             self._detach()
@@ -118,19 +127,31 @@ class ShmPageReader:
         self._counters.add(detail)
         self._reads.end_all("closed" if self._reads.closed else detail)
 
-    def _move(self, pending: Pending, pool: MappedPool) -> None:
-        source = pending.request.source
-        if source.page >= pool.num_pages:
-            self._reads.end(pending, ReadStatus.FAILED, detail="no such page")
-        elif pool.generation(source.page) != source.generation:
-            self._reads.end(pending, ReadStatus.STALE)
-        elif self._reads.begin(pending):
-            hasher = self._reads.hasher(pending)
-            copy(pending.request.target, pool.page_view(source.page), hasher)
-            if pool.generation(source.page) == source.generation:
-                self._reads.verify(pending, hasher.digest())
+    def _move(self, batch: list[Pending], pool: MappedPool) -> None:
+        """Copies and ends a batch; a reader that is closed meanwhile leaves what is not copied."""
+        moving, copies = [], []
+        for pending in batch:
+            source = pending.request.source
+            if source.page >= pool.num_pages:
+                self._reads.end(pending, ReadStatus.FAILED, detail="no such page")
             else:
+                moving.append(pending)
+                copies.append(_copy(pending.request, pool))
+        self._mover.load(copies)
+        at = 0
+        while self._mover.busy and not self._reads.closed:
+            copied = self._mover.move(_BATCH_BYTES)
+            self._end(moving[at : at + len(copied)], copied)
+            at += len(copied)
+
+    def _end(self, ended: list[Pending], copied: list[Copied]) -> None:
+        arrived = []
+        for pending, result in zip(ended, copied, strict=True):
+            if result.stale:
                 self._reads.end(pending, ReadStatus.STALE)
+            else:
+                arrived.append((pending, result.digest))
+        self._reads.verify_all(arrived)
 
     def _attached(self, pending: Pending) -> MappedPool:
         """The mapped pool of a peer that lives. Raises what `_serve` sorts."""
@@ -177,15 +198,16 @@ class ShmPageReader:
             self._sock = None
 
 
-def copy(target: memoryview, source: memoryview, hasher: xxhash.xxh3_128) -> None:
-    """Copies equally many bytes and digests what arrived, without the interpreter lock.
-
-    By slices, so that a slice is digested while it is still in the cache; a whole large page would not be.
-    """
-    here, there = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
-    for at in range(0, len(here), _SLICE_BYTES):
-        np.copyto(here[at : at + _SLICE_BYTES], there[at : at + _SLICE_BYTES])
-        hasher.update(target[at : at + _SLICE_BYTES])
+def _copy(request: ReadRequest, pool: MappedPool) -> Copy:
+    source = request.source
+    return Copy(
+        pool.page_address(source.page),
+        request.target,
+        pool.generation_address(source.page),
+        source.generation,
+        request.index,
+        request.valid_rows,
+    )
 
 
 def _left(sock: socket.socket) -> bool:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from kvtransfer.digest import PageDigester
 from kvtransfer.hello import Refused
 from kvtransfer.listener import Signal, Stalled
 from kvtransfer.reads import Counters, Pending, ReadTable
@@ -31,10 +32,13 @@ log = logging.getLogger(__name__)
 class TcpPageReader:
     """A `PageReader` over TCP. Dials when there is something to read, and again after a loss."""
 
-    def __init__(self, config: ReaderConfig) -> None:
+    def __init__(
+        self, config: ReaderConfig, digester: Callable[[bytes], PageDigester] = PageDigester
+    ) -> None:
+        """digester: see `ReadTable`."""
         self._config = config
         self._counters, self._wake = Counters(), Signal()
-        self._reads = ReadTable(config, self._counters)
+        self._reads = ReadTable(config, self._counters, digester)
         self._cancelled: deque[Pending] = deque()
         self._thread = threading.Thread(target=self._run, name="kv-recv", daemon=True)
         self._thread.start()

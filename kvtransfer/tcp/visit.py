@@ -109,9 +109,7 @@ class Visit:
             self._reads.end(pending, ReadStatus.FAILED, detail="dropped")
         elif pending.state is State.MOVING:
             self._reads.arrived(pending)
-            hasher = self._reads.hasher(pending)
-            hasher.update(pending.request.target)
-            self._reads.verify(pending, hasher.digest())
+            self._reads.verify(pending, self._reads.digest(pending))
 
     def _place(self, sequence: int) -> memoryview:
         pending = self._awaited.get(sequence)

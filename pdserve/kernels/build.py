@@ -1,4 +1,4 @@
-"""Compiling the C++ kernels once per machine: find a compiler, key the result, build, keep it.
+"""Compiling our C++ (kernels, page mover) once per machine: find a compiler, key the result, build, keep it.
 
 The library is cached under $XDG_CACHE_HOME/pdserve (default ~/.cache/pdserve) by a hash of sources, flags,
 compiler version and CPU flags, and put in place by one rename; a file lock keeps two processes from building
@@ -42,8 +42,11 @@ _LIMIT_S = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildPlan:
-    """A build, not yet done. key: names the library. source_hash: of the C++ alone, for the numerics id."""
+    """A build, not yet done. name: of what is built. sources: its folder. key: of the library's contents.
+    source_hash: of the C++ alone, for the numerics id."""
 
+    name: str
+    sources: Path
     compiler: tuple[str, ...]
     flags: tuple[str, ...]
     key: str
@@ -67,31 +70,36 @@ def chosen_isa(cpu: str, environ: Mapping[str, str] = os.environ) -> str:
     return "avx512-dot" if words >= {"avx512_bf16", "AuthenticAMD"} else "avx512"
 
 
-def plan_build() -> BuildPlan:
-    """What would be built here. Raises ConfigError without a compiler or on a CPU without AVX2."""
+def plan_build(sources: Path = _SOURCES, name: str = "kernels") -> BuildPlan:
+    """What would be built here of a folder's C++. Raises ConfigError without a compiler or AVX2."""
     cpu = _cpu()
     compiler = _find_compiler()
     flags = (*_FLAGS, *_ISA_FLAGS[chosen_isa(cpu)])
-    sources = hashlib.sha256()
-    for path in sorted(_SOURCES.iterdir()):
+    source_hash = hashlib.sha256()
+    for path in sorted(sources.iterdir()):
         if path.suffix in (".cpp", ".h"):
-            sources.update(path.name.encode() + b"\0" + path.read_bytes())
+            source_hash.update(path.name.encode() + b"\0" + path.read_bytes())
     version = _run((*compiler, "--version")).splitlines()[0]
-    key = hashlib.sha256(sources.digest())
+    key = hashlib.sha256(source_hash.digest())
     for part in (*compiler, *flags, version, *sorted(set(cpu.split()))):
         key.update(part.encode() + b"\0")
     return BuildPlan(
-        compiler=compiler, flags=flags, key=key.hexdigest()[:24], source_hash=sources.hexdigest()[:12]
+        name=name,
+        sources=sources,
+        compiler=compiler,
+        flags=flags,
+        key=key.hexdigest()[:24],
+        source_hash=source_hash.hexdigest()[:12],
     )
 
 
 def ensure_built(plan: BuildPlan) -> Path:
     """Path of the library, built first if the cache lacks it. Raises ConfigError if it does not compile."""
     folder = _cache_folder()
-    target = folder / f"kernels-{plan.key}.so"
+    target = folder / f"{plan.name}-{plan.key}.so"
     if target.exists():
         return target
-    with open(folder / "kernels.lock", "w") as lock:
+    with open(folder / f"{plan.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             _build(plan, target)
@@ -99,16 +107,16 @@ def ensure_built(plan: BuildPlan) -> Path:
 
 
 def _build(plan: BuildPlan, target: Path) -> None:
-    print("building CPU kernels (once per machine)…", end="", file=sys.stderr, flush=True)
+    print(f"building CPU {plan.name} (once per machine)…", end="", file=sys.stderr, flush=True)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        sources = sorted(_SOURCES.glob("*.cpp"))
+        sources = sorted(plan.sources.glob("*.cpp"))
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
         compile_one = (*plan.compiler, *plan.flags, "-c")
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
             jobs = [(*compile_one, str(s), "-o", o) for s, o in zip(sources, objects, strict=True)]
             list(pool.map(_run, jobs))
-        library = str(Path(scratch) / "kernels.so")
+        library = str(Path(scratch) / f"{plan.name}.so")
         _run((*plan.compiler, "-shared", "-pthread", *objects, "-o", library))
         os.replace(library, target)
     print(f" done in {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
@@ -151,5 +159,5 @@ def _run(command: Sequence[str]) -> str:
     )
     if done.returncode:
         print(f"\n{done.stderr[-4000:]}", file=sys.stderr)
-        raise ConfigError("the CPU kernels did not compile (the compiler's words are above); use g++ 11+")
+        raise ConfigError("our C++ did not compile (the compiler's words are above); use g++ 11+")
     return done.stdout

@@ -18,6 +18,7 @@ import mmap
 import os
 import stat
 
+import numpy as np
 import torch
 
 from pdserve.errors import Incompatible, InternalError
@@ -36,6 +37,7 @@ class _Mapping:
         self._map = mapping
         self._header = header
         self._bytes = memoryview(mapping)
+        self._address = np.frombuffer(self._bytes, np.uint8).ctypes.data
         self._generations = self._bytes[GENERATIONS_AT : GENERATIONS_AT + 8 * header.num_pages].cast("Q")
 
     @property
@@ -55,6 +57,14 @@ class _Mapping:
         """The payload bytes of a page. Raises Incompatible for a page that the pool does not have."""
         start = self._header.header_bytes + self._checked(page) * self._header.stride_bytes
         return self._bytes[start : start + self._header.page_bytes]
+
+    def page_address(self, page: int) -> int:
+        """Where a page's payload lies in this process. Raises Incompatible as `page_view`."""
+        return self._address + self._header.header_bytes + self._checked(page) * self._header.stride_bytes
+
+    def generation_address(self, page: int) -> int:
+        """Where a page's generation lies in this process: 8 bytes, aligned. Raises Incompatible."""
+        return self._address + GENERATIONS_AT + 8 * self._checked(page)
 
     def generation(self, page: int) -> int:
         """The page's generation as its owner last wrote it."""

@@ -50,9 +50,16 @@ def test_a_layout_name_can_not_pass_for_payload() -> None:
 
 
 def test_the_header_comes_first() -> None:
-    header = b"PDP1" + b"".join(n.to_bytes(4, "big") for n in (0, 29, 0))
+    header = b"PDP2" + b"".join(n.to_bytes(4, "big") for n in (0, 29, 0))
     header += (4).to_bytes(8, "big") + (16).to_bytes(4, "big") + (4).to_bytes(2, "big") + b"ab12"
-    assert page_digest(memoryview(b"xyz"), **BASE) == xxhash.xxh3_128_digest(header + b"xyz")
+    assert page_digest(memoryview(b"xyz"), **BASE) == xxhash.xxh3_128_digest(
+        header.ljust(1024, b"\0") + b"xyz"
+    )
+
+
+def test_a_layout_name_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="layout"):
+        page_digest(memoryview(b"xyz"), **(BASE | {"layout": "a" * 1000}))
 
 
 @given(st.dictionaries(st.integers(0, 2**40), digests, max_size=12), st.randoms(use_true_random=False))
