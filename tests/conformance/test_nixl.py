@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.nixl_raw import raw_reads
 from kvtransfer.hello import introduce
 from kvtransfer.nixl import agent as nixl_agent
 from kvtransfer.nixl.frames import HOST_MEMORY, Region, endpoint, fingerprint
@@ -198,6 +199,18 @@ def test_targets_in_a_region_that_was_registered_once(host: Host, tmp_path: Path
             assert inside.one(reader, slot, target=view).status is ReadStatus.GOOD
             assert bytes(view) == content(slot)
         assert outside.one(reader, 3).status is ReadStatus.GOOD
+
+
+def test_the_pace_beside_ours_is_of_the_same_bytes(host: Host, tmp_path: Path) -> None:
+    destination = Destination(host.pool.pool_id)
+    targets = [destination.target(slot) for slot in range(NUM_PAGES)]
+    with (
+        host.serving("nixl", tmp_path / "s") as server,
+        raw_reads(host.reader_config(server), destination.request(0), targets) as reads,
+    ):
+        reads.pull()
+    assert all(bytes(target) == content(page) for page, target in enumerate(targets))
+    assert destination.guards_whole()
 
 
 # ---- quiet memory ------------------------------------------------------------------------------------
