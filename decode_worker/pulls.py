@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from decode_worker.entry import Entry
 from kvtransfer.effects import CancelRead, Count, Effect, StartRead
-from kvtransfer.session.decode_events import ReadEnded
+from kvtransfer.session.decode_events import ReadEnded, WrongPage
 from kvtransfer.session.guard import RoleContext
 from kvtransfer.transport import ReadStatus
 from pdserve.kvcache.allocator import Holder, HolderKind, PageState
@@ -55,7 +55,7 @@ class Pulls:
         assert peer is not None
         if not entry.held.expects(announce):
             # Not our prefix: the bytes may be right for somebody else's (protocol.md §2, content key).
-            entry.todo.append(ReadEnded(index=announce.index, status=ReadStatus.STALE, digest=b""))
+            entry.todo.append(WrongPage(index=announce.index))
             return [Count(name="wrong_content_key")]
         entry.announced_at = entry.announced_at or now
         entry.pages.announced(announce.index, announce.sealed_s, now)

@@ -33,6 +33,7 @@ from kvtransfer.session.decode_events import (
     Stop,
     Switch,
     Tick,
+    WrongPage,
 )
 from kvtransfer.session.guard import finish_record
 from kvtransfer.transport import ReadStatus
@@ -145,6 +146,9 @@ class DecodeSession:
                 return self._on_announce(event, now)
             case ReadEnded():
                 return self._on_read(event, now)
+            case WrongPage():
+                self.pages[event.index].reading = False
+                return self._switch("prefill announced a page of another prefix", tell_peer=True)
             case Finish():
                 return self._on_finish(event, now)
             case Abort():

@@ -37,6 +37,13 @@ class ReadEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WrongPage:
+    """The announced page is not the one that our own token ids ask for (content key); no read was begun."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
     """Our own engine made completion token `index`."""
 
@@ -84,7 +91,7 @@ class Tick:
 
 
 DEvent = (
-    Accepted | ReadEnded | Sampled | Finished | Switch | Stop | PeerSeen | ComputeQuiet | Tick
+    Accepted | ReadEnded | WrongPage | Sampled | Finished | Switch | Stop | PeerSeen | ComputeQuiet | Tick
     | Announce | Finish | Abort
 )  # fmt: skip
 
@@ -100,7 +107,7 @@ class DSend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DRead:
-    """Pin the target page of this index and start to pull it. Refuse (Switch) if the content key differs."""
+    """Pin the target page of this index and start to pull it; WrongPage if its content key differs."""
 
     announce: Announce
 

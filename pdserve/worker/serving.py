@@ -76,6 +76,7 @@ class Serving:
             self._engine.config.routers, parts.context.secret, self.record, self.load, parts.tls
         )
         self._membership.start()
+        self._driver.feed(lambda now: [])  # from here on a silence of our own is noticed
 
     async def drain(self, timeout_s: float) -> int:
         """Refuses new requests; returns how many live ones are left at the limit. Pages that a peer still

@@ -211,6 +211,8 @@ class _DecodeWatch:
                 cause = "abort"
             case de.ReadEnded(status=ReadStatus.MISMATCH):
                 cause = "bad thrice"
+            case de.WrongPage():
+                cause = "wrong key"
             case de.Switch(detail=detail):
                 cause = "key lost" if "lost this key" in detail else "switch"
         if cause:

@@ -162,6 +162,25 @@ def test_d2_a_page_is_read_once_however_often_it_is_announced() -> None:
     assert [a.index for a in sent(made.step(announce(0), 0.0), Ack)] == [0]
 
 
+def test_d2_a_page_of_another_prefix_ends_the_transfer_without_a_read() -> None:
+    effects = session(accepted(), announce(0)).step(ev.WrongPage(index=0), 0.0)
+    assert len(sent(effects, Abort)) == 1
+    assert has(effects, ev.DRunLocal)
+
+
+def test_d6_a_prefill_worker_that_never_started_gives_the_router_a_moment_to_find_another() -> None:
+    made = session(accepted())
+    assert made.step(Abort(key=KEY, outcome=Outcome.NEVER_STARTED), 1.0) == []
+    assert made.pulling, "a higher epoch may take over, with another prefill worker"
+    assert sent(made.step(ev.Tick(), 1.0 + L / 4 - 0.01), Grant) == []
+    assert has(made.step(ev.Tick(), 1.0 + L / 4), ev.DRunLocal)
+
+
+def test_d6_a_prefill_worker_that_gave_up_later_is_replaced_by_ourselves_at_once() -> None:
+    made = session(accepted(), announce(0), read(0))
+    assert made.step(Abort(key=KEY, outcome=Outcome.EXPIRED), 0.0) == [ev.DRunLocal(verified_pages=1)]
+
+
 def test_d2_two_digests_for_one_index_end_the_transfer() -> None:
     made = session(accepted(), announce(0), read(0))
     effects = made.step(announce(0, b"z" * 16), 0.0)
