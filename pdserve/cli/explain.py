@@ -83,9 +83,9 @@ def _timeline(ledger: Ledger) -> list[str]:
         return []
     total = max((s.end_s for s in ledger.spans), default=0.0) or 1e-9
     rows = _rows(ledger.spans)
-    head = f"{'phase':<14}{'begin ms':>10}{'ms':>10}  {'where':<24}|0{_ms(total):>{BAR - 1}}|"
+    head = f"{'phase':<18}{'begin ms':>10}{'ms':>10}  {'where':<24}|0{_ms(total):>{BAR - 1}}|"
     lines = ["", head, *(_row(spans, total) for spans in rows)]
-    return [*lines, "# on the way to the first token   - beside it"]
+    return [*lines, "# on the way to the first token   - beside it (ms: summed over its pages)"]
 
 
 def _rows(spans: Sequence[Span]) -> list[list[Span]]:
@@ -101,7 +101,7 @@ def _rows(spans: Sequence[Span]) -> list[list[Span]]:
 
 def _row(spans: list[Span], total: float) -> str:
     first = spans[0]
-    seconds = sum(s.end_s - s.begin_s for s in spans)
+    seconds = sum(s.end_s - s.begin_s if s.on_path or not s.count else s.sum_s for s in spans)
     count = sum(s.count for s in spans)
     name = first.phase + (f" x{len(spans)}" if len(spans) > 1 else "")
     where = first.end_clock or "router"
@@ -112,7 +112,7 @@ def _row(spans: list[Span], total: float) -> str:
     bar = [" "] * BAR
     for span in spans:
         _draw(bar, span, total)
-    return f"{name:<14}{1e3 * first.begin_s:>10.1f}{1e3 * seconds:>10.1f}  {where:<24}|{''.join(bar)}|{note}"
+    return f"{name:<18}{1e3 * first.begin_s:>10.1f}{1e3 * seconds:>10.1f}  {where:<24}|{''.join(bar)}|{note}"
 
 
 def _draw(bar: list[str], span: Span, total: float) -> None:
