@@ -120,6 +120,21 @@ class Entry:
             holder=holder, pages=pages, verified={i: held.keys[i] for i in self.session.verified}
         )  # fmt: skip
 
+    def doing(self) -> str:
+        """What this key does or waits for here, in words."""
+        session = self.session
+        match session.state:
+            case DState.PULL:
+                verified = sum(page.verified for page in session.pages.values())
+                late = "" if self.finish_at is not None else ", the first token has not come"
+                return f"has {verified} of {len(session.want)} pages, {session.num_reading} under way{late}"
+            case DState.LOCAL:
+                return f"has computed {self.compute.rows} tokens of {len(self.call.token_ids)}"
+            case DState.RUNNING:
+                return f"has made {len(self.tokens)} tokens"
+            case _:
+                return "lets go of its pages"
+
     def ended(self, end: DEnd, ctx: RoleContext, page_bytes: int, now: float) -> Ended:
         """The terminal status for the router."""
         ledger = self.ledger(ctx, page_bytes, now)

@@ -30,6 +30,7 @@ from pdserve.messages import (
     Refusal,
     Refused,
     Renew,
+    Report,
     Reserve,
     Reserved,
     Token,
@@ -208,6 +209,13 @@ class DecodeRole:
                 return self._run(entry, table.ComputeQuiet(), now)
             case _:
                 return []
+
+    def report(self, key: Key, now: float) -> Report | None:
+        """What is known of a live key."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        return Report(doing=entry.doing(), ledger=entry.ledger(self._ctx, self._page_bytes, now))
 
     def stepped(self, step: SeqStep, began: float, ended: float) -> None:
         """A step computed for one of our sequences."""

@@ -50,6 +50,11 @@ class ComputeLog:
         """When the last chunk's step ended; None before the first."""
         return self._chunks[-1].end if self._chunks else None
 
+    @property
+    def rows(self) -> int:
+        """Rows computed so far."""
+        return sum(chunk.count for chunk in self._chunks)
+
     def ready(self, now: float) -> None:
         """The sequence may be computed from now on. Only the first call counts."""
         if self.ready_at is None:

@@ -135,6 +135,14 @@ class Prefilled:
     ledger: Ledger = Ledger()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """D or P → R: what is known of a live key, when R asks. doing: what it does or waits for, in words."""
+
+    doing: str
+    ledger: Ledger
+
+
 # ---- P ↔ D, over TransferService.Exchange ------------------------------------------------------------
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvtransfer.session.guard import RoleContext, cache_salt
-from kvtransfer.session.prefill import PrefillSession
+from kvtransfer.session.prefill import PrefillSession, PState
 from kvtransfer.session.prefill_events import PEvent
 from kvtransfer.stamps import ComputeLog
-from pdserve.messages import Announce, Finish, PrefillRequest, TransferMessage
+from pdserve.messages import Announce, Finish, PrefillRequest, Report, TransferMessage
 from pdserve.sched.plan import PageReady, SeqKind, SeqSpec, TokenSampled
 from pdserve.types import Ledger
 
@@ -58,6 +58,26 @@ class Entry:
                 return replace(message, sealed_s=self.sealed_s.get(message.index, now))
             case _:
                 return message
+
+    def doing(self) -> str:
+        """What this key does or waits for here, in words."""
+        session, total = self.session, len(self.call.token_ids) if self.call else 0
+        match session.state:
+            case PState.HALF:
+                return "waits for decode's grant" if session.has_request else "waits for the router's half"
+            case PState.QUEUED:
+                return "waits for its turn to be computed"
+            case PState.COMPUTE:
+                return f"has computed {self.hit_tokens + self.compute.rows} of {total} tokens"
+            case PState.SENT:
+                open_pages = sum(page.announced and not page.acked for page in session.pages.values())
+                return f"waits for decode to commit, {open_pages} pages are not acknowledged"
+            case _:
+                return "lets go of its pages"
+
+    def report(self, worker_id: str, now: float) -> Report:
+        """For the router's Explain."""
+        return Report(doing=self.doing(), ledger=self.ledger(worker_id, now))
 
     def ledger(self, worker_id: str, now: float) -> Ledger:
         """What this side did so far."""

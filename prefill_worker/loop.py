@@ -32,6 +32,7 @@ from pdserve.messages import (
     PrefillRequest,
     Refusal,
     Renew,
+    Report,
     TransferMessage,
 )
 from pdserve.sched.plan import (
@@ -186,6 +187,11 @@ class PrefillRole:
                 return self._run(entry, table.ComputeQuiet(), now)
             case _:
                 return []
+
+    def report(self, key: Key, now: float) -> Report | None:
+        """What is known of a live key."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.report(self._ctx.worker_id, now)
 
     def stepped(self, step: SeqStep, began: float, ended: float) -> None:
         """A chunk of a prompt was computed."""

@@ -14,22 +14,24 @@ import grpc
 
 from pdserve import failpoints
 from pdserve.errors import PdserveError
-from pdserve.messages import PrefillRequest, Refused, Reserve
+from pdserve.messages import PrefillRequest, Refused, Report, Reserve
 from pdserve.rpc.convert import (
     decode_event_from_pb,
     key_to_pb,
     outcome_from_pb,
     prefill_result_from_pb,
     prefill_to_pb,
+    report_from_pb,
     reserve_to_pb,
 )
 from pdserve.rpc.status import error_from_rpc
-from pdserve.rpc.v1 import decode_pb2, prefill_pb2
+from pdserve.rpc.v1 import cluster_pb2, decode_pb2, prefill_pb2
 from pdserve.types import Key, PeerRef
 from router import events as ev
 from router.roster import Roster
 
 CONTROL_TIMEOUT_S = 5.0
+REPORT_TIMEOUT_S = 1.0
 LOST_MESSAGE = "A worker was lost; try again."
 _NOT_RETRYABLE = frozenset({"INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "DEADLINE_EXCEEDED"})
 
@@ -167,6 +169,17 @@ class Calls:
             answer = ev.SwitchAnswered(key=key, outcome=None)
         finally:
             self._apply(answer)
+
+    async def report(self, peer: PeerRef, key: Key) -> Report | None:
+        """What a worker knows of a key now; None if nothing, or if it does not answer soon."""
+        link = self._roster.links.get(peer.incarnation)
+        if link is None:
+            return None
+        try:
+            request = cluster_pb2.GetRequestRequest(key=key_to_pb(key))
+            return report_from_pb(await link.worker.GetRequest(request, timeout=REPORT_TIMEOUT_S))
+        except (grpc.RpcError, PdserveError):
+            return None
 
     def _note(self, peer: PeerRef, error: grpc.RpcError) -> None:
         """A control call that failed only costs our trust in the worker: leases and keys do the rest."""

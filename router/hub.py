@@ -148,10 +148,12 @@ class Hub:
         run.apply(_ABORTED)
         return Outcome.STOPPING
 
-    def explain(self, request_id: str) -> Explanation:
+    async def explain(self, request_id: str) -> Explanation:
         """Where a request's time went, or goes. Raises UnknownRequest: never here, or too long ago."""
         run = self._runs.get(request_id)
-        found = run.explain() if run is not None else self._explained.get(TENANT, request_id)
+        if run is not None:
+            return run.explain(reports=await run.ask_workers())
+        found = self._explained.get(TENANT, request_id)
         if found is None:
             raise UnknownRequest(
                 f"request_id: this router knows no such request; it remembers the last {MAX_EXPLAINED}."

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pdserve.api import Admitted, Chunk, End, Explanation, StreamEvent, Timings
 from pdserve.clock import Clock
 from pdserve.errors import PdserveError
-from pdserve.messages import PrefillRequest, Reserve, Token
+from pdserve.messages import PrefillRequest, Report, Reserve, Token
 from pdserve.rpc.status import error_from_label
 from pdserve.types import Ledger, PeerRef
 from router import events as ev
 from router.admission import Waiting
 from router.calls import LOST_MESSAGE, Calls, Tasks
 from router.dispatch import Dispatcher
-from router.explain import progress, waiting_for
+from router.explain import progress, told_by, waiting_for
 from router.ledger import Journal, assemble
 from router.lifecycle import step
 from router.metrics import RouterMetrics
@@ -311,17 +311,28 @@ class RequestRun:
         """What everybody did so far, by our clock."""
         return assemble(self._journal, told, self._services.roster.clocks(*self._peers), now)
 
-    def explain(self, failed: PdserveError | None = None) -> Explanation:
-        """Where the time went so far, and what is waited for. failed: its end, if it never queued."""
+    async def ask_workers(self) -> dict[str, Report]:
+        """What those who have the request say of it, by worker."""
+        key, peers = self._state.key, [peer for peer in self._peers if peer is not None]
+        if key is None:
+            return {}
+        answers = await asyncio.gather(*(self._calls.report(peer, key) for peer in peers))
+        return {p.worker_id: report for p, report in zip(peers, answers, strict=True) if report is not None}
+
+    def explain(
+        self, failed: PdserveError | None = None, reports: Mapping[str, Report] | None = None
+    ) -> Explanation:
+        """Where the time went so far, and what is waited for. failed: its end, if it never queued. reports:
+        of its workers, just asked for."""
         now, end = self._services.clock.now(), self._end
         decode, prefill = self._peers
         outcome = "" if end is None else end.finish or end.label
-        ledger = self._whole(self._told or Ledger(), now) if end is None else end.ledger
+        ledger = self._whole(told_by(reports or {}, self._told), now) if end is None else end.ledger
         return Explanation(
             request_id=self.request_id,
             state=str(self._state.phase) if failed is None else str(Phase.DONE),
             client_request_id=self._request.client_request_id,
-            waiting_for=waiting_for(self._state, self._services.dispatcher.why) if failed is None else "",
+            waiting_for=waiting_for(self._state, self._services.dispatcher.why, reports or {}),
             outcome=str(outcome) or (failed.label if failed is not None else ""),
             message=end.message if end is not None else (failed.message if failed is not None else ""),
             prefill_worker=ledger.prefill_worker or (prefill.worker_id if prefill is not None else ""),

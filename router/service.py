@@ -72,7 +72,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.ExplainResponse:
         if not request.request_id:
             raise InvalidRequest.field("request_id", "is empty; send the id of the request to explain.")
-        return explanation_to_pb(self._hub.explain(request.request_id))
+        return explanation_to_pb(await self._hub.explain(request.request_id))
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):

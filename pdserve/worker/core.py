@@ -12,8 +12,10 @@ from typing import Protocol
 
 from kvtransfer.effects import Effect, Retire, RunStep, SetGenerations
 from pdserve.kvcache.manager import PageManager
+from pdserve.messages import Report
 from pdserve.sched.plan import SeqEvent, SeqStep, StepPlan, StepResult
 from pdserve.sched.scheduler import StepScheduler
+from pdserve.types import Key
 
 QUARANTINE_BUDGET = 0.05
 """Share of the pool that may be quarantined; over it the worker drains and ends (protocol.md §1)."""
@@ -55,6 +57,10 @@ class Role(Protocol):
 
     def pool_shrunk(self, now: float) -> list[Effect]:
         """Pages went into quarantine: what does not fit any more ends here."""
+        ...
+
+    def report(self, key: Key, now: float) -> Report | None:
+        """What is known of a live key; None if it does not live here. Changes nothing."""
         ...
 
     def tick(self, now: float) -> list[Effect]:
@@ -209,6 +215,11 @@ class WorkerCore:
             return float("inf")
         alive = (self._last_at or 0.0) + self._max_gap_s / 4
         return min(self._resume_at, self._quiet_at, alive, *(role.next_timer() for role in self._roles))
+
+    def report(self, key: Key, now: float) -> Report | None:
+        """What is known of a live key; None if it does not live here."""
+        found = (role.report(key, now) for role in self._roles)
+        return next((report for report in found if report is not None), None)
 
     def check_integrity(self) -> str:
         """Empty if the pool's states add up, else what is wrong."""

@@ -8,10 +8,12 @@ from typing import Any
 from grpc.aio import ServicerContext
 
 from pdserve.errors import InvalidRequest
+from pdserve.messages import Report
 from pdserve.rpc import convert
 from pdserve.rpc.convert import WorkerState
 from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc
 from pdserve.tokenizer.bundle import TokenizerBundle
+from pdserve.types import Key
 
 CHUNK_BYTES = 1 << 20
 MAX_DRAIN_S = 3600.0
@@ -27,12 +29,14 @@ class WorkerServicer(cluster_pb2_grpc.WorkerServiceServicer):
         bundle: TokenizerBundle,
         state: Callable[[], WorkerState],
         drain: Callable[[float], Awaitable[int]],
+        report: Callable[[Key], Report | None],
     ) -> None:
-        """drain takes a time limit in seconds and returns how many requests are left."""
+        """drain takes a time limit in seconds and returns how many are left. report: for GetRequest."""
         self._digest = bundle.digest
         self._bytes = bundle.to_bytes()
         self._state = state
         self._drain = drain
+        self._report = report
 
     async def FetchTokenizer(  # noqa: N802
         self, request: cluster_pb2.FetchTokenizerRequest, context: Context
@@ -53,6 +57,12 @@ class WorkerServicer(cluster_pb2_grpc.WorkerServiceServicer):
             raise InvalidRequest.field("timeout_s", f"must be between 0 and {MAX_DRAIN_S:.0f} seconds")
         remaining = await self._drain(request.timeout_s)
         return cluster_pb2.DrainResponse(drained=remaining == 0, remaining=remaining)
+
+    async def GetRequest(  # noqa: N802
+        self, request: cluster_pb2.GetRequestRequest, context: Context
+    ) -> cluster_pb2.GetRequestResponse:
+        """What this worker knows of a live key."""
+        return convert.report_to_pb(self._report(convert.key_from_pb(request.key)))
 
     async def GetWorkerStatus(  # noqa: N802
         self, request: cluster_pb2.GetWorkerStatusRequest, context: Context

@@ -15,11 +15,12 @@ from typing import Any
 
 from kvtransfer.port import RoleDriver
 from pdserve.kvcache.allocator import PageState
+from pdserve.messages import Report
 from pdserve.rpc.convert import WorkerState
 from pdserve.rpc.fleet_auth import FleetGuard
 from pdserve.rpc.server import RpcServer, ServerOptions, is_loopback
 from pdserve.rpc.v1 import cluster_pb2_grpc
-from pdserve.types import PeerRef, WorkerLoad, WorkerRecord
+from pdserve.types import Key, PeerRef, WorkerLoad, WorkerRecord
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.driver import Driver
 from pdserve.worker.engine import Engine
@@ -65,7 +66,7 @@ class Serving:
         """Listens, opens the data plane and dials the routers."""
         parts = self._engine.parts
         names = [name for role in self._roles for name in role.services(self._server)]
-        servicer = WorkerServicer(self._engine.model.tokenizer, self.state, self.drain)
+        servicer = WorkerServicer(self._engine.model.tokenizer, self.state, self.drain, self.report)
         cluster_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self._server.server)
         await self._server.start(*names, SERVICE)
         endpoints: dict[str, str] = {}
@@ -121,6 +122,10 @@ class Serving:
             peak_transfer_pages=pages.allocator.peak_transfer_pages,
             ready=not stuck and not self._core.over_quarantine,
         )
+
+    def report(self, key: Key) -> Report | None:
+        """What is known of a live key."""
+        return self._core.report(key, self._driver.loop.time())
 
     def state(self) -> WorkerState:
         """The answer to GetWorkerStatus."""

@@ -192,11 +192,18 @@ def test_a_stalled_prompt_says_who_computes_it_and_a_failed_one_why(bench: Bench
             end = pool.submit(stream.result)
             while stream.request_id is None:
                 assert not end.done(), end.result()
-            running = client.explain(stream.request_id)
+            found = client.explain(stream.request_id)
+            while "prefill-0 has computed 0 of" not in found.waiting_for:
+                assert found.state != "done", found
+                found = client.explain(stream.request_id)
             with pytest.raises(DeadlineExpired):
                 end.result()
         failed = client.explain(stream.request_id)
-    assert running.waiting_for
+    assert found.waiting_for.startswith(
+        "prefill-0 to compute the prompt and decode-0 to take its pages over ("
+    )
+    assert "decode-0 has 0 of 1 pages, 0 under way, the first token has not come" in found.waiting_for
+    assert any(s.phase is Phase.PREFILL_QUEUE and s.end_clock == "prefill-0" for s in found.ledger.spans)
     assert (failed.state, failed.outcome, failed.waiting_for) == ("done", "deadline_expired", "")
     assert "deadline" in failed.message
     assert {s.phase for s in failed.ledger.spans} >= {Phase.TOKENISE, Phase.QUEUE, Phase.DISPATCH}

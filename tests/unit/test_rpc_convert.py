@@ -263,6 +263,7 @@ statuses = st.builds(
     draining=st.booleans(),
     pairing_problems=st.lists(text, max_size=2).map(tuple),
 )
+reports = st.none() | st.builds(messages.Report, doing=text, ledger=ledgers)
 explanations = st.builds(
     api.Explanation,
     **{f: text for f, value in api.Explanation.__dataclass_fields__.items() if value.type == "str"},
@@ -287,6 +288,7 @@ ROUND_TRIPS: list[tuple[str, st.SearchStrategy[Any], Callable[[Any], Any], Calla
     ("stream_event", stream_events, convert.stream_event_to_pb, convert.stream_event_from_pb),
     ("model_info", models, convert.model_info_to_pb, convert.model_info_from_pb),
     ("fleet_status", statuses, convert.fleet_status_to_pb, convert.fleet_status_from_pb),
+    ("report", reports, convert.report_to_pb, convert.report_from_pb),
     ("explanation", explanations, convert.explanation_to_pb, convert.explanation_from_pb),
 ]
 

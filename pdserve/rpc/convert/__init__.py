@@ -16,6 +16,8 @@ from pdserve.rpc.convert.cluster import (
     join_answer_to_pb,
     join_event_from_pb,
     join_event_to_pb,
+    report_from_pb,
+    report_to_pb,
     worker_state_from_pb,
     worker_state_to_pb,
 )
@@ -133,6 +135,8 @@ __all__ = [
     "prefill_result_from_pb",
     "prefill_result_to_pb",
     "prefill_to_pb",
+    "report_from_pb",
+    "report_to_pb",
     "reserve_from_pb",
     "reserve_to_pb",
     "role_from_pb",

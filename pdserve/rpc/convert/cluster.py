@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 
 from pdserve.errors import InvalidRequest
+from pdserve.messages import Report
+from pdserve.rpc.convert.ledger import ledger_from_pb, ledger_to_pb
 from pdserve.rpc.convert.records import (
     load_from_pb,
     load_to_pb,
@@ -107,6 +109,20 @@ def join_answer_to_pb(value: JoinAnswer) -> pb.JoinResponse:
 
 def join_answer_from_pb(message: pb.JoinResponse) -> JoinAnswer:
     return JoinAnswer(**{f.name: getattr(message, f.name) for f in fields(JoinAnswer)})
+
+
+def report_to_pb(value: Report | None) -> pb.GetRequestResponse:
+    """None: the key does not live there."""
+    if value is None:
+        return pb.GetRequestResponse()
+    return pb.GetRequestResponse(known=True, doing=value.doing, ledger=ledger_to_pb(value.ledger))
+
+
+def report_from_pb(message: pb.GetRequestResponse) -> Report | None:
+    """Raises InvalidRequest."""
+    if not message.known:
+        return None
+    return Report(doing=message.doing, ledger=ledger_from_pb(message.ledger))
 
 
 def worker_state_to_pb(value: WorkerState) -> pb.GetWorkerStatusResponse:

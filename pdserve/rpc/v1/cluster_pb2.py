@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.rpc.v1 import common_pb2 as pdserve_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/rpc/v1/cluster.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"M\n\x08Register\x12,\n\x06record\x18\x01 \x01(\x0b\x32\x1c.pdserve.rpc.v1.WorkerRecord\x12\x13\n\x0bmonotonic_s\x18\x02 \x01(\x01\"w\n\tHeartbeat\x12(\n\x04load\x18\x01 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerLoad\x12\x13\n\x0bmonotonic_s\x18\x02 \x01(\x01\x12+\n\x06sample\x18\x03 \x01(\x0b\x32\x1b.pdserve.rpc.v1.ClockSample\"X\n\x0b\x43lockSample\x12\x0e\n\x06sent_s\x18\x01 \x01(\x01\x12\x12\n\nreceived_s\x18\x02 \x01(\x01\x12\x11\n\treplied_s\x18\x03 \x01(\x01\x12\x12\n\nanswered_s\x18\x04 \x01(\x01\"\x17\n\x05Leave\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x9c\x01\n\x0bJoinRequest\x12,\n\x08register\x18\x01 \x01(\x0b\x32\x18.pdserve.rpc.v1.RegisterH\x00\x12.\n\theartbeat\x18\x02 \x01(\x0b\x32\x19.pdserve.rpc.v1.HeartbeatH\x00\x12&\n\x05leave\x18\x03 \x01(\x0b\x32\x15.pdserve.rpc.v1.LeaveH\x00\x42\x07\n\x05\x65vent\"{\n\x0cJoinResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\x0e\n\x06\x65\x63ho_s\x18\x04 \x01(\x01\x12\x12\n\nreceived_s\x18\x05 \x01(\x01\x12\x11\n\treplied_s\x18\x06 \x01(\x01\"\'\n\x15\x46\x65tchTokenizerRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"<\n\x16\x46\x65tchTokenizerResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"!\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\"3\n\rDrainResponse\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\x12\x11\n\tremaining\x18\x02 \x01(\r\"\x18\n\x16GetWorkerStatusRequest\"\x9a\x01\n\x17GetWorkerStatusResponse\x12,\n\x06record\x18\x01 \x01(\x0b\x32\x1c.pdserve.rpc.v1.WorkerRecord\x12(\n\x04load\x18\x02 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerLoad\x12\x19\n\x11integrity_problem\x18\x03 \x01(\t\x12\x0c\n\x04idle\x18\x04 \x01(\x08\x32W\n\x0e\x43lusterService\x12\x45\n\x04Join\x12\x1b.pdserve.rpc.v1.JoinRequest\x1a\x1c.pdserve.rpc.v1.JoinResponse(\x01\x30\x01\x32\x9c\x02\n\rWorkerService\x12\x61\n\x0e\x46\x65tchTokenizer\x12%.pdserve.rpc.v1.FetchTokenizerRequest\x1a&.pdserve.rpc.v1.FetchTokenizerResponse0\x01\x12\x44\n\x05\x44rain\x12\x1c.pdserve.rpc.v1.DrainRequest\x1a\x1d.pdserve.rpc.v1.DrainResponse\x12\x62\n\x0fGetWorkerStatus\x12&.pdserve.rpc.v1.GetWorkerStatusRequest\x1a\'.pdserve.rpc.v1.GetWorkerStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/rpc/v1/cluster.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"M\n\x08Register\x12,\n\x06record\x18\x01 \x01(\x0b\x32\x1c.pdserve.rpc.v1.WorkerRecord\x12\x13\n\x0bmonotonic_s\x18\x02 \x01(\x01\"w\n\tHeartbeat\x12(\n\x04load\x18\x01 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerLoad\x12\x13\n\x0bmonotonic_s\x18\x02 \x01(\x01\x12+\n\x06sample\x18\x03 \x01(\x0b\x32\x1b.pdserve.rpc.v1.ClockSample\"X\n\x0b\x43lockSample\x12\x0e\n\x06sent_s\x18\x01 \x01(\x01\x12\x12\n\nreceived_s\x18\x02 \x01(\x01\x12\x11\n\treplied_s\x18\x03 \x01(\x01\x12\x12\n\nanswered_s\x18\x04 \x01(\x01\"\x17\n\x05Leave\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x9c\x01\n\x0bJoinRequest\x12,\n\x08register\x18\x01 \x01(\x0b\x32\x18.pdserve.rpc.v1.RegisterH\x00\x12.\n\theartbeat\x18\x02 \x01(\x0b\x32\x19.pdserve.rpc.v1.HeartbeatH\x00\x12&\n\x05leave\x18\x03 \x01(\x0b\x32\x15.pdserve.rpc.v1.LeaveH\x00\x42\x07\n\x05\x65vent\"{\n\x0cJoinResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\x0e\n\x06\x65\x63ho_s\x18\x04 \x01(\x01\x12\x12\n\nreceived_s\x18\x05 \x01(\x01\x12\x11\n\treplied_s\x18\x06 \x01(\x01\"\'\n\x15\x46\x65tchTokenizerRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"<\n\x16\x46\x65tchTokenizerResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"!\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\"3\n\rDrainResponse\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\x12\x11\n\tremaining\x18\x02 \x01(\r\"5\n\x11GetRequestRequest\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\"Z\n\x12GetRequestResponse\x12\r\n\x05known\x18\x01 \x01(\x08\x12\r\n\x05\x64oing\x18\x02 \x01(\t\x12&\n\x06ledger\x18\x03 \x01(\x0b\x32\x16.pdserve.rpc.v1.Ledger\"\x18\n\x16GetWorkerStatusRequest\"\x9a\x01\n\x17GetWorkerStatusResponse\x12,\n\x06record\x18\x01 \x01(\x0b\x32\x1c.pdserve.rpc.v1.WorkerRecord\x12(\n\x04load\x18\x02 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerLoad\x12\x19\n\x11integrity_problem\x18\x03 \x01(\t\x12\x0c\n\x04idle\x18\x04 \x01(\x08\x32W\n\x0e\x43lusterService\x12\x45\n\x04Join\x12\x1b.pdserve.rpc.v1.JoinRequest\x1a\x1c.pdserve.rpc.v1.JoinResponse(\x01\x30\x01\x32\xf1\x02\n\rWorkerService\x12\x61\n\x0e\x46\x65tchTokenizer\x12%.pdserve.rpc.v1.FetchTokenizerRequest\x1a&.pdserve.rpc.v1.FetchTokenizerResponse0\x01\x12\x44\n\x05\x44rain\x12\x1c.pdserve.rpc.v1.DrainRequest\x1a\x1d.pdserve.rpc.v1.DrainResponse\x12\x62\n\x0fGetWorkerStatus\x12&.pdserve.rpc.v1.GetWorkerStatusRequest\x1a\'.pdserve.rpc.v1.GetWorkerStatusResponse\x12S\n\nGetRequest\x12!.pdserve.rpc.v1.GetRequestRequest\x1a\".pdserve.rpc.v1.GetRequestResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,12 +52,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINREQUEST']._serialized_end=812
   _globals['_DRAINRESPONSE']._serialized_start=814
   _globals['_DRAINRESPONSE']._serialized_end=865
-  _globals['_GETWORKERSTATUSREQUEST']._serialized_start=867
-  _globals['_GETWORKERSTATUSREQUEST']._serialized_end=891
-  _globals['_GETWORKERSTATUSRESPONSE']._serialized_start=894
-  _globals['_GETWORKERSTATUSRESPONSE']._serialized_end=1048
-  _globals['_CLUSTERSERVICE']._serialized_start=1050
-  _globals['_CLUSTERSERVICE']._serialized_end=1137
-  _globals['_WORKERSERVICE']._serialized_start=1140
-  _globals['_WORKERSERVICE']._serialized_end=1424
+  _globals['_GETREQUESTREQUEST']._serialized_start=867
+  _globals['_GETREQUESTREQUEST']._serialized_end=920
+  _globals['_GETREQUESTRESPONSE']._serialized_start=922
+  _globals['_GETREQUESTRESPONSE']._serialized_end=1012
+  _globals['_GETWORKERSTATUSREQUEST']._serialized_start=1014
+  _globals['_GETWORKERSTATUSREQUEST']._serialized_end=1038
+  _globals['_GETWORKERSTATUSRESPONSE']._serialized_start=1041
+  _globals['_GETWORKERSTATUSRESPONSE']._serialized_end=1195
+  _globals['_CLUSTERSERVICE']._serialized_start=1197
+  _globals['_CLUSTERSERVICE']._serialized_end=1284
+  _globals['_WORKERSERVICE']._serialized_start=1287
+  _globals['_WORKERSERVICE']._serialized_end=1656
 # @@protoc_insertion_point(module_scope)

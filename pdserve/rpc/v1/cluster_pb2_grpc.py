@@ -125,6 +125,11 @@ class WorkerServiceStub:
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetWorkerStatusRequest.SerializeToString,
                 response_deserializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetWorkerStatusResponse.FromString,
                 _registered_method=True)
+        self.GetRequest = channel.unary_unary(
+                '/pdserve.rpc.v1.WorkerService/GetRequest',
+                request_serializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetRequestRequest.SerializeToString,
+                response_deserializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetRequestResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -150,6 +155,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRequest(self, request, context):
+        """What the worker knows of one live key: for Explain.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -167,6 +179,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetWorkerStatus,
                     request_deserializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetWorkerStatusRequest.FromString,
                     response_serializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetWorkerStatusResponse.SerializeToString,
+            ),
+            'GetRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRequest,
+                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetRequestRequest.FromString,
+                    response_serializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetRequestResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -251,6 +268,33 @@ class WorkerService:
             '/pdserve.rpc.v1.WorkerService/GetWorkerStatus',
             pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetWorkerStatusRequest.SerializeToString,
             pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetWorkerStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.rpc.v1.WorkerService/GetRequest',
+            pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetRequestRequest.SerializeToString,
+            pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -65,6 +65,8 @@ class WorkerServiceStub:
     """Tokenizer, chat template and limits, in chunks, so that a router needs no model files."""
     Drain: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]
     GetWorkerStatus: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetWorkerStatusRequest, _cluster_pb2.GetWorkerStatusResponse]
+    GetRequest: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetRequestRequest, _cluster_pb2.GetRequestResponse]
+    """What the worker knows of one live key: for Explain."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -75,6 +77,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Tokenizer, chat template and limits, in chunks, so that a router needs no model files."""
     Drain: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]  # type: ignore[assignment]
     GetWorkerStatus: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetWorkerStatusRequest, _cluster_pb2.GetWorkerStatusResponse]  # type: ignore[assignment]
+    GetRequest: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetRequestRequest, _cluster_pb2.GetRequestResponse]  # type: ignore[assignment]
+    """What the worker knows of one live key: for Explain."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Router or fleet → any worker."""
@@ -100,5 +104,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.GetWorkerStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.GetWorkerStatusResponse, _abc.Awaitable[_cluster_pb2.GetWorkerStatusResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GetRequest(
+        self,
+        request: _cluster_pb2.GetRequestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.GetRequestResponse, _abc.Awaitable[_cluster_pb2.GetRequestResponse]]:
+        """What the worker knows of one live key: for Explain."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
