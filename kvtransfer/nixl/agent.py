@@ -52,6 +52,12 @@ def available() -> bool:
     return any(importlib.util.find_spec(name) is not None for name in _PACKAGES)
 
 
+def require() -> None:
+    """Raises ConfigError where the package is missing. Loads nothing."""
+    if not available():
+        raise ConfigError(_MISSING)
+
+
 @functools.cache
 def load() -> ModuleType:
     """NIXL's bindings. Raises ConfigError where the package is missing.
@@ -61,9 +67,8 @@ def load() -> ModuleType:
     # Both libraries write to our standard streams; what matters is reported by exceptions.
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
-    name = next((name for name in _PACKAGES if importlib.util.find_spec(name) is not None), None)
-    if name is None:
-        raise ConfigError(_MISSING)
+    require()
+    name = next(name for name in _PACKAGES if importlib.util.find_spec(name) is not None)
     nixl = importlib.import_module(f"{name}._bindings")
     # A process's first agent loads UCX (0.4 s): at start, not within the first request.
     with _errors():

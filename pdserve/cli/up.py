@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pdserve.cli.connection import Router
 from pdserve.cli.phases import Phases, warn
+from pdserve.cli.platforms import require_transport
 from pdserve.cli.router_child import RouterChild, router_arguments
 from pdserve.cli.stopping import StopSignals
 from pdserve.cli.workers import describe, ray_of, start_workers, telling_logs, wait_workers
@@ -31,6 +32,8 @@ def run(config: ServeConfig, file: Path | None) -> int:
     if config.insecure:
         warn("insecure: listeners beyond loopback have neither TLS nor a login")
     tls_source(config)  # before anything is started
+    if not config.ray_address:  # elsewhere the workers' installations count
+        require_transport(config.transport)
     secret = secrets.token_hex(32)
     with StopSignals() as signals, contextlib.ExitStack() as stack:
         try:

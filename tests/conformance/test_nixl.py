@@ -23,6 +23,7 @@ from kvtransfer.nixl import agent as nixl_agent
 from kvtransfer.nixl.frames import HOST_MEMORY, Region, endpoint, fingerprint
 from kvtransfer.transport import PageReader, ReadStatus, transport
 from kvtransfer.wire import HEADER, Kind, Welcome, WireError, pack
+from pdserve.cli.platforms import require_transport
 from pdserve.errors import ConfigError
 from tests.conformance.page_host import (
     LAYOUT,
@@ -53,8 +54,10 @@ def test_a_missing_package_is_named_and_how_to_get_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(nixl_agent, "_PACKAGES", ("nixl_that_nobody_has",))
     nixl_agent.load.cache_clear()
     assert not nixl_agent.available()
-    with pytest.raises(ConfigError, match=r"pip install 'pdserve\[nixl\]'"):
-        transport("nixl")
+    for ask in (transport, require_transport):
+        with pytest.raises(ConfigError, match=r"pip install 'pdserve\[nixl\]'"):
+            ask("nixl")
+    require_transport("shm")
     nixl_agent.load.cache_clear()
 
 
