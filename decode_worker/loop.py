@@ -73,7 +73,7 @@ class DecodeRole:
         self._pulls = Pulls(ctx, pages)
         self._sequences = Sequences(ctx, pages, scheduler)
         self._renew_at = float("inf")
-        self._stones = Tombstones()
+        self.stones = Tombstones()
         self.draining = False
 
     # -- questions --------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class DecodeRole:
         facts = check_call(self._ctx, call, now)
         if not isinstance(facts, ticket.TicketFacts):
             return [refused(call.key, *facts)]
-        recorded = self._stones.answer(call.key)
+        recorded = self.stones.answer(call.key)
         if recorded is not None:
             return [refused(call.key, Refusal.OUTDATED_KEY, f"this try is over: {recorded}")]
         entry = self._live.get(call.key.request_id)
@@ -126,14 +126,14 @@ class DecodeRole:
 
     def cancel(self, key: Key, now: float) -> tuple[Outcome, list[Effect]]:
         """The router cancels this key. The outcome says what is known to have happened."""
-        recorded = self._stones.answer(key)
+        recorded = self.stones.answer(key)
         if recorded is not None:
             return recorded, []
         entry = self._live.get(key.request_id)
         if entry is not None and entry.session.key > key:
             return Outcome.SUPERSEDED, []
         if entry is None or entry.session.key < key:
-            self._stones.put(key, Outcome.NEVER_STARTED, now + LONGEST_TICKET_S)
+            self.stones.put(key, Outcome.NEVER_STARTED, now + LONGEST_TICKET_S)
         if entry is None:
             return Outcome.NEVER_STARTED, []
         if not entry.session.live and entry.session.outcome is Outcome.COMPLETE:
@@ -145,7 +145,7 @@ class DecodeRole:
         """The router says that the prefill side is gone: go on alone with what is verified."""
         entry = self._entries.get(key)
         if entry is None:
-            return self._stones.answer(key) or Outcome.UNKNOWN, []
+            return self.stones.answer(key) or Outcome.UNKNOWN, []
         if not entry.session.live:
             return entry.session.outcome, []
         if not entry.session.pulling:
@@ -243,7 +243,7 @@ class DecodeRole:
 
     def tick(self, now: float) -> list[Effect]:
         """Fires what is due. Call it only after the inbox is drained."""
-        self._stones.expire(now)
+        self.stones.expire(now)
         due = [e for e in self._entries.values() if e.session.next_timer() <= now]
         out = [effect for entry in due for effect in self._run(entry, table.Tick(), now)]
         if now >= self._renew_at:
@@ -312,7 +312,7 @@ class DecodeRole:
         """P talks about a key that is not live here: definitive, as P announces only after Grant."""
         if isinstance(message, Abort):
             return []
-        recorded = self._stones.answer(message.key)
+        recorded = self.stones.answer(message.key)
         reply: TransferMessage = Abort(key=message.key, outcome=recorded or Outcome.UNKNOWN)
         if recorded is Outcome.COMPLETE:
             reply = Commit(key=message.key)
@@ -393,7 +393,7 @@ class DecodeRole:
     def _release(self, entry: Entry, outcome: Outcome) -> None:
         key = entry.session.key
         self._pages.drop_all(holder_of(key))
-        self._stones.put(key, outcome, entry.ticket_until)
+        self.stones.put(key, outcome, entry.ticket_until)
         self._entries.pop(key, None)
         self._by_seq.pop(seq_id_of(key), None)
         if self._live.get(key.request_id) is entry:

@@ -6,6 +6,7 @@ the transports (`decode_worker.reads`).
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from decode_worker.entry import Entry
@@ -16,6 +17,7 @@ from kvtransfer.transport import ReadStatus
 from pdserve.kvcache.allocator import Holder, HolderKind, PageState
 from pdserve.kvcache.manager import PageManager
 from pdserve.messages import Announce
+from pdserve.types import Key
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,28 +28,34 @@ class Read:
     index: int
     page: int
     started_at: float
-    cancelled: bool = False
-    quarantined: bool = False
-
-    def due(self, lease_s: float) -> float:
-        """When something is to be done about it: after one lease, and after two."""
-        if self.quarantined:
-            return float("inf")
-        return self.started_at + (2 * lease_s if self.cancelled else lease_s)
 
 
 class Pulls:
-    """All reads of one decode worker. Called by the control thread only."""
+    """All reads of one decode worker. Called by the control thread only.
+
+    Reads start in the order of time, so each queue is sorted by when something is due: no input looks at
+    every read (thousands wait when a wire is slow).
+    """
 
     def __init__(self, ctx: RoleContext, pages: PageManager) -> None:
         self._ctx = ctx
         self._pages = pages
         self._reads: dict[int, Read] = {}
+        self._by_key: dict[Key, set[int]] = {}
+        self._young: deque[int] = deque()
+        """Reads to cancel one lease after their start."""
+        self._cancelled: deque[int] = deque()
+        """Reads to quarantine two leases after their start."""
         self._next = 1
 
     def next_timer(self) -> float:
         """When tick is due next; infinity if never."""
-        return min((read.due(self._ctx.lease_s) for read in self._reads.values()), default=float("inf"))
+        return min(self._due(self._young, 1), self._due(self._cancelled, 2))
+
+    def _due(self, queue: deque[int], leases: int) -> float:
+        while queue and queue[0] not in self._reads:
+            queue.popleft()
+        return self._reads[queue[0]].started_at + leases * self._ctx.lease_s if queue else float("inf")
 
     def start(self, entry: Entry, announce: Announce, now: float) -> list[Effect]:
         """Pins the target page of an announced one and pulls it, if it is the page our tokens ask for."""
@@ -62,6 +70,8 @@ class Pulls:
         read_id, page = self._next, entry.held.pages[announce.index]
         self._next += 1
         self._reads[read_id] = Read(entry=entry, index=announce.index, page=page, started_at=now)
+        self._by_key.setdefault(entry.session.key, set()).add(read_id)
+        self._young.append(read_id)
         self._pages.hold(page, Holder(HolderKind.IO, f"read:{read_id}"))
         if self._pages.state(page) is PageState.RESERVED:
             self._pages.fill(page)
@@ -81,7 +91,7 @@ class Pulls:
 
     def cancel(self, entry: Entry) -> list[Effect]:
         """Cancels the reads of one key that have not begun."""
-        return [CancelRead(read_id=i) for i, read in self._reads.items() if read.entry is entry]
+        return [CancelRead(read_id=i) for i in sorted(self._by_key.get(entry.session.key, ()))]
 
     def done(
         self, read_id: int, status: ReadStatus, digest: bytes, path: str, stamps: tuple[float, float]
@@ -91,6 +101,7 @@ class Pulls:
         stamps: when its bytes were in place, and when they were verified.
         """
         read = self._reads.pop(read_id)
+        self._forget(read.entry.session.key, read_id)
         self._pages.drop(read.page, Holder(HolderKind.IO, f"read:{read_id}"))
         good = status is ReadStatus.GOOD
         read.entry.pages.ended(read.index, arrived=stamps[0], verified=stamps[1], good=good)
@@ -105,13 +116,17 @@ class Pulls:
         """A read over one lease is cancelled, which ends it if it has not begun. One that was begun and
         does not end within another lease: its page is never used again (protocol.md §1)."""
         out: list[Effect] = []
-        for read_id, read in self._reads.items():
-            age = now - read.started_at
-            if age >= self._ctx.lease_s and not read.cancelled:
-                read.cancelled = True
-                out.append(CancelRead(read_id=read_id))
-            if age >= 2 * self._ctx.lease_s and not read.quarantined:
-                read.quarantined = True
-                self._pages.quarantine(read.page)
-                out.append(Count(name="quarantined"))
+        while now >= self._due(self._young, 1):
+            read_id = self._young.popleft()
+            self._cancelled.append(read_id)
+            out.append(CancelRead(read_id=read_id))
+        while now >= self._due(self._cancelled, 2):
+            self._pages.quarantine(self._reads[self._cancelled.popleft()].page)
+            out.append(Count(name="quarantined"))
         return out
+
+    def _forget(self, key: Key, read_id: int) -> None:
+        ids = self._by_key[key]
+        ids.discard(read_id)
+        if not ids:
+            del self._by_key[key]

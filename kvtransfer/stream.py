@@ -130,6 +130,10 @@ class FrameSender:
         self._parts = [memoryview(part) for part in parts if len(part)]
         self.begun_at = time.monotonic()
 
+    def own(self) -> None:
+        """Copies what is left of the load, so that the memory it came from is free at once."""
+        self._parts = [memoryview(bytes(part)) for part in self._parts]
+
     def pump(self) -> bool:
         """Sends what the socket takes now; True when the load is out. Raises PeerClosed."""
         while self._parts:

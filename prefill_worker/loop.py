@@ -65,7 +65,7 @@ class PrefillRole:
         self._live: dict[str, Entry] = {}  # newest key of each request
         self._entries: dict[Key, Entry] = {}  # those and superseded ones that still compute
         self._by_seq: dict[str, Entry] = {}
-        self._stones = Tombstones()
+        self.stones = Tombstones()
         self._holds = Holds(pages)
         self.draining = False
 
@@ -90,7 +90,6 @@ class PrefillRole:
         return seq_id.startswith(PREFIX)
 
     def next_timer(self) -> float:
-        """When tick is due next; infinity if never."""
         return min((e.session.next_timer() for e in self._entries.values()), default=float("inf"))
 
     def authorise(self, ticket_bytes: bytes, key: Key, now: float) -> bool:
@@ -108,7 +107,7 @@ class PrefillRole:
         facts = check_call(self._ctx, call, now)
         if not isinstance(facts, ticket.TicketFacts):
             return [refused(call.key, *facts)]
-        recorded = self._stones.answer(call.key)
+        recorded = self.stones.answer(call.key)
         if recorded is not None:
             return [AnswerPrefill(key=call.key, message=Prefilled(key=call.key, outcome=recorded))]
         entry = self._live.get(call.key.request_id)
@@ -133,14 +132,14 @@ class PrefillRole:
 
     def cancel(self, key: Key, now: float) -> tuple[Outcome, list[Effect]]:
         """The router cancels this key. The outcome says what is known to have happened."""
-        recorded = self._stones.answer(key)
+        recorded = self.stones.answer(key)
         if recorded is not None:
             return recorded, []
         entry = self._live.get(key.request_id)
         if entry is not None and entry.session.key > key:
             return Outcome.SUPERSEDED, []
         if entry is None or entry.session.key < key:
-            self._stones.put(key, Outcome.NEVER_STARTED, now + LONGEST_TICKET_S)
+            self.stones.put(key, Outcome.NEVER_STARTED, now + LONGEST_TICKET_S)
         if entry is None:
             return Outcome.NEVER_STARTED, []
         if entry.session.outcome is Outcome.COMPLETE:
@@ -214,7 +213,7 @@ class PrefillRole:
 
     def tick(self, now: float) -> list[Effect]:
         """Fires what is due. Call it only after the inbox is drained."""
-        self._stones.expire(now)
+        self.stones.expire(now)
         due = [e for e in self._entries.values() if e.session.next_timer() <= now]
         return [effect for entry in due for effect in self._run(entry, table.Tick(), now)]
 
@@ -284,7 +283,7 @@ class PrefillRole:
             return Outcome.SUPERSEDED
         if entry is not None and entry.session.key == key and not entry.session.live:
             return entry.session.outcome
-        return self._stones.answer(key)
+        return self.stones.answer(key)
 
     def _on_renew(self, peer: str, incarnation: int, renew: Renew, now: float) -> list[Effect]:
         if renew.answer:
@@ -381,7 +380,7 @@ class PrefillRole:
 
     def _forget(self, entry: Entry, outcome: Outcome) -> None:
         key = entry.session.key
-        self._stones.put(key, outcome, entry.ticket_until)
+        self.stones.put(key, outcome, entry.ticket_until)
         self._entries.pop(key, None)
         self._by_seq.pop(_seq_id(key), None)
         if self._live.get(key.request_id) is entry:

@@ -18,6 +18,7 @@ from router.admission import AdmissionQueue, QueueLimits, Waiting
 from router.config import RouterConfig
 from router.inflight import InFlight
 from router.policy import Ask, NoChoice, PolicyConfig, choose, choose_prefill
+from router.room import Room
 from router.roster import Roster
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Dispatcher:
             )
         )
         self._waiting: dict[str, Queued] = {}
-        self._blocked: dict[int, float] = {}
+        self._room = Room()
         self._pump_due = False
         self.inflight = InFlight()
         self.why = ""
@@ -80,7 +81,7 @@ class Dispatcher:
         self._queue.requeue(entry)
         self._waiting[entry.request_id] = request
         if effect.blocked is not None:
-            self._blocked[effect.blocked] = self._clock.now() + effect.block_s
+            self._room.refused(effect.blocked, self._clock.now(), effect.block_s)
             asyncio.get_running_loop().call_later(effect.block_s, self.poke)
         self.poke()
 
@@ -98,6 +99,7 @@ class Dispatcher:
 
     def count(self, key: Key, *, decode: PeerRef, prefill: PeerRef | None, tokens: int, rows: int) -> None:
         """A try goes out. tokens: prompt tokens to compute; rows: KV rows it may grow to."""
+        self._room.tried(decode.incarnation, key)
         self.inflight.add(
             key,
             decode=decode.incarnation,
@@ -105,6 +107,12 @@ class Dispatcher:
             prefill_tokens=tokens,
             decode_tokens=rows,
         )
+
+    def reserved(self, key: Key) -> None:
+        """The try's decode worker has taken it."""
+        worker = self.inflight.decode_of(key)
+        if worker is not None and self._room.answered(worker, key):
+            self.poke()
 
     def release_prefill(self, key: Key) -> None:
         """The prompt is computed or given up."""
@@ -115,13 +123,14 @@ class Dispatcher:
         """The try is over; its decode worker has room again."""
         worker = self.inflight.release_decode(key)
         if worker is not None:
-            self._blocked.pop(worker, None)
+            self._room.answered(worker, key)
+            self._room.freed(worker)
             self.poke()
 
     def forget(self, incarnation: int) -> None:
         """The worker is gone."""
         self.inflight.forget(incarnation)
-        self._blocked.pop(incarnation, None)
+        self._room.forget(incarnation)
 
     def poke(self) -> None:
         """Something changed: look at the queue soon."""
@@ -147,11 +156,10 @@ class Dispatcher:
         self._pump_due = False
         self.why = ""
         now = self._clock.now()
-        self._blocked = {worker: until for worker, until in self._blocked.items() if until > now}
         candidates = self._roster.candidates()
         while (entry := self._queue.first()) is not None:
             request = self._waiting[entry.request_id]
-            ask = Ask(prompt_tokens=entry.tokens, avoid=request.avoid, blocked=frozenset(self._blocked))
+            ask = Ask(prompt_tokens=entry.tokens, avoid=request.avoid, blocked=self._room.closed(now))
             choice = choose(candidates, self.inflight, ask, self._policy)
             if isinstance(choice, NoChoice):
                 log.debug("request %s waits: %s", entry.request_id, choice.reason)

@@ -66,6 +66,11 @@ class InFlight:
         self._change(share.worker, decode_tokens=-share.tokens, decode_requests=-1)
         return share.worker
 
+    def decode_of(self, key: Key) -> int | None:
+        """The decode worker that this try is counted at."""
+        share = self._decode.get(key)
+        return None if share is None else share.worker
+
     def load(self, incarnation: int) -> Load:
         """What is outstanding at a worker; all zero for one that is not known."""
         return self._loads.get(incarnation, NO_LOAD)

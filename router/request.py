@@ -14,7 +14,7 @@ from typing import Any
 from pdserve.api import Admitted, Chunk, End, Explanation, StreamEvent, Timings
 from pdserve.clock import Clock
 from pdserve.errors import PdserveError
-from pdserve.messages import PrefillRequest, Report, Reserve, Token
+from pdserve.messages import PrefillRequest, Report, Reserve, Reserved, Token
 from pdserve.rpc.status import error_from_label
 from pdserve.types import Ledger, PeerRef
 from router import events as ev
@@ -177,6 +177,8 @@ class RequestRun:
         """Takes one event, and whatever its effects bring about at once."""
         if isinstance(event, Token) and event.ledger is not None:
             self._told = event.ledger
+        if isinstance(event, Reserved):
+            self._services.dispatcher.reserved(event.key)
         self._todo.append(event)
         if self._busy:
             return

@@ -100,7 +100,7 @@ class _Connection:
         self._sender = FrameSender(sock)
         self._jobs: OrderedDict[int, _Job] = OrderedDict()
         self._id = next(_serial)
-        self._pins: list[str] = []
+        self._pins: dict[int, str] = {}
         self._waiter = Waiter(sock, stop)
         self._greeted = self._refused = False
         self._quiet_since = time.monotonic()
@@ -163,6 +163,9 @@ class _Connection:
 
     def _cancel(self, frame: Frame) -> None:
         # Its answer may be under way or out already: then that is the one answer.
+        if frame.sequence in self._pins:
+            self._sender.own()  # a slow wire must not hold the pages of a transfer that is over
+            self._unpin()
         if frame.sequence in self._jobs:
             self._counters.add("dropped")
             dropped = pack(Kind.DROPPED, sequence=frame.sequence)
@@ -197,15 +200,16 @@ class _Connection:
         if not self._source.pin(job.page, job.generation, job.key, pin_id):
             self._counters.add("stale")
             return (pack(Kind.STALE, sequence=job.sequence),)
-        self._pins.append(pin_id)
+        self._pins[job.sequence] = pin_id
         payload = self._source.payload(job.page)
         self._counters.add("pages")
         self._counters.add("bytes", payload.nbytes)
         return pack(Kind.PAGE, sequence=job.sequence, payload_bytes=payload.nbytes), payload
 
     def _unpin(self) -> None:
-        while self._pins:
-            self._source.unpin(self._pins.pop())
+        for pin_id in self._pins.values():
+            self._source.unpin(pin_id)
+        self._pins.clear()
 
     def _wait(self) -> None:
         if self._over() or (self._jobs and not self._sender.busy):

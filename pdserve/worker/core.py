@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvtransfer.effects import Effect, Retire, RunStep, SetGenerations
+from kvtransfer.session.guard import Tombstones
 from pdserve.kvcache.manager import PageManager
 from pdserve.messages import Report
 from pdserve.sched.plan import SeqEvent, SeqStep, StepPlan, StepResult
@@ -27,6 +28,7 @@ class Role(Protocol):
     """What the core needs of a role; its own inputs (Reserve, Prefill, …) are called on the role itself."""
 
     draining: bool
+    stones: Tombstones
 
     @property
     def num_live(self) -> int:
@@ -116,6 +118,15 @@ class WorkerCore:
     def over_quarantine(self) -> bool:
         """Whether so many pages are out of use that this incarnation should end."""
         return self.pages.num_quarantined > QUARANTINE_BUDGET * self.pages.num_pages
+
+    @property
+    def num_closing(self) -> int:
+        """Keys that only wait until compute and reads are quiet."""
+        return self.num_live - sum(role.num_active for role in self._roles)
+
+    @property
+    def num_tombstones(self) -> int:
+        return sum(len(role.stones) for role in self._roles)
 
     @property
     def busy(self) -> bool:

@@ -129,6 +129,8 @@ class Driver:
     # -- effects every worker has -----------------------------------------------------------------------
 
     def _run_step(self, effect: RunStep) -> None:
+        self._count(Count(name="steps"))
+        self._count(Count(name="step_rows", amount=sum(len(seq.token_ids) for seq in effect.plan.seqs)))
         self.last_step_at = self.loop.time()  # an idle time before this step is not the step's
         wait_s = failpoints.stall_s("prefill_queue") if has_chunk(effect.plan) else 0.0
         if wait_s:

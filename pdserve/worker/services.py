@@ -27,11 +27,12 @@ class WorkerServicer(cluster_pb2_grpc.WorkerServiceServicer):
     def __init__(
         self,
         bundle: TokenizerBundle,
-        state: Callable[[], WorkerState],
+        state: Callable[[bool], WorkerState],
         drain: Callable[[float], Awaitable[int]],
         report: Callable[[Key], Report | None],
     ) -> None:
-        """drain takes a time limit in seconds and returns how many are left. report: for GetRequest."""
+        """state takes whether to prove the pool's integrity. drain takes a time limit in seconds and returns
+        how many are left. report: for GetRequest."""
         self._digest = bundle.digest
         self._bytes = bundle.to_bytes()
         self._state = state
@@ -68,4 +69,4 @@ class WorkerServicer(cluster_pb2_grpc.WorkerServiceServicer):
         self, request: cluster_pb2.GetWorkerStatusRequest, context: Context
     ) -> cluster_pb2.GetWorkerStatusResponse:
         """The worker's record, load and integrity."""
-        return convert.worker_state_to_pb(self._state())
+        return convert.worker_state_to_pb(self._state(not request.no_integrity_check))

@@ -127,13 +127,15 @@ class Serving:
         """What is known of a live key."""
         return self._core.report(key, self._driver.loop.time())
 
-    def state(self) -> WorkerState:
-        """The answer to GetWorkerStatus."""
+    def state(self, check: bool = True) -> WorkerState:
+        """The answer to GetWorkerStatus. check: prove the pool's integrity too, page by page."""
         with self._driver.lock:  # page servers pin from threads of their own
-            problem = self._core.check_integrity()
+            problem = self._core.check_integrity() if check else ""
         return WorkerState(
-            record=self.record, load=self.load(), integrity_problem=problem, idle=self._core.idle
-        )
+            record=self.record, load=self.load(), integrity_problem=problem, idle=self._core.idle,
+            live=self._core.num_live, closing=self._core.num_closing, tombstones=self._core.num_tombstones,
+            counters=dict(self._driver.counters),
+        )  # fmt: skip
 
     async def describe(self) -> dict[str, Any]:
         """State, counters and what is joined, as plain data."""

@@ -138,6 +138,8 @@ async def test_a_full_worker_is_tried_again_when_a_request_ends_there() -> None:
         refuses(Refusal.FULL, times=1, retry_after_s=5.0)(decode)
         second = asyncio.ensure_future(running.client.generate("second", max_tokens=2).result())
         await decode.wait_for("reserve")
+        while not (await running.client.get_status()).queued:
+            continue  # until the refusal is known here
         decode.gate.set()
         assert (await first).token_ids == completion(tuple(b"first"), 2)
         async with asyncio.timeout(3):  # well before the hint: the end of the first made room

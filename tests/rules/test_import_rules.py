@@ -15,7 +15,7 @@ IMPURE = frozenset({"asyncio", "time", "random", "threading", "socket", "torch",
 PURE_FILES = (
     *(
         f"router/{name}.py"
-        for name in ("admission", "clocks", "explain", "ledger", "membership", "policy", "lifecycle")
+        for name in ("admission", "clocks", "explain", "ledger", "membership", "policy", "lifecycle", "room")
     ),
     *(f"prefill_worker/{name}.py" for name in ("loop", "entry", "digests", "holds", "replies")),
     *(f"decode_worker/{name}.py" for name in ("loop", "entry", "pulls", "replies", "reserve", "sequences")),

@@ -52,12 +52,14 @@ class Stack:
         *,
         environ: dict[str, dict[str, str]] | None = None,
         certs: Certs | None = None,
+        router_flags: tuple[str, ...] = (),
         **settings: Any,
     ) -> Stack:
         """A router and so many workers by role. settings: fields of WorkerConfig. environ: more variables by
         the process's name ("router", "prefill-0", …; "" is all of them). certs: TLS everywhere."""
         tls = certs.settings() if certs else {}
         flags = [text for name, path in tls.items() for text in ("--" + name.replace("_", "-"), path)]
+        flags += router_flags
         secret = secrets.token_hex(32)
         more = environ or {}
         router_environ = {**os.environ, **more.get("", {}), **more.get("router", {})}
@@ -84,8 +86,8 @@ class Stack:
         wait_serving(found[1], certs)
         return stack
 
-    def launch(self, name: str, role: Role) -> None:
-        """Starts a worker process; see wait_started."""
+    def launch(self, name: str, role: Role, **changes: Any) -> None:
+        """Starts a worker process; see wait_started. changes: fields of WorkerConfig for this one alone."""
         environ = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
         environ |= self.environ.get("", {}) | self.environ.get(name, {})
         process = subprocess.Popen(
@@ -93,15 +95,17 @@ class Stack:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ,
         )  # fmt: skip
         assert process.stdin is not None
-        process.stdin.write(replace(self.base, worker_id=name, role=role).to_json().encode())
+        process.stdin.write(replace(self.base, worker_id=name, role=role, **changes).to_json().encode())
         process.stdin.close()
         self.workers[name] = process
 
-    def wait_started(self, name: str) -> None:
-        """Returns when the worker serves."""
+    def wait_started(self, name: str) -> str:
+        """Returns when the worker serves: host:port of its gRPC."""
         stdout = self.workers[name].stdout
         assert stdout is not None
-        assert json.loads(stdout.readline())["worker_id"] == name
+        line = json.loads(stdout.readline())
+        assert line["worker_id"] == name
+        return str(line["control"])
 
     def kill(self, name: str) -> None:
         """SIGKILL, and waits for the end."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 
 from pdserve.errors import InvalidRequest
 from pdserve.messages import Report
@@ -62,12 +63,20 @@ class JoinAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
-    """What GetWorkerStatus tells. integrity_problem: result of check_integrity(), empty when all is well."""
+    """What GetWorkerStatus tells. integrity_problem: result of check_integrity(), empty when all is well.
+
+    live: keys that are not done; closing: those of them that only wait for quiet. counters: since the start
+    of this incarnation.
+    """
 
     record: WorkerRecord
     load: WorkerLoad
     integrity_problem: str
     idle: bool
+    live: int = 0
+    closing: int = 0
+    tombstones: int = 0
+    counters: Mapping[str, int] = field(default_factory=dict)
 
 
 def join_event_to_pb(value: JoinEvent) -> pb.JoinRequest:
@@ -131,6 +140,10 @@ def worker_state_to_pb(value: WorkerState) -> pb.GetWorkerStatusResponse:
         load=load_to_pb(value.load),
         integrity_problem=value.integrity_problem,
         idle=value.idle,
+        live=value.live,
+        closing=value.closing,
+        tombstones=value.tombstones,
+        counters=value.counters,
     )
 
 
@@ -141,4 +154,8 @@ def worker_state_from_pb(message: pb.GetWorkerStatusResponse) -> WorkerState:
         load=load_from_pb(message.load),
         integrity_problem=message.integrity_problem,
         idle=message.idle,
+        live=message.live,
+        closing=message.closing,
+        tombstones=message.tombstones,
+        counters=dict(message.counters),
     )

@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from pdserve.rpc.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -323,12 +325,17 @@ Global___GetRequestResponse: _TypeAlias = GetRequestResponse  # noqa: Y015
 class GetWorkerStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    NO_INTEGRITY_CHECK_FIELD_NUMBER: _builtins.int
+    no_integrity_check: _builtins.bool
+    """Leave check_integrity() out: it looks at every page, while the worker waits."""
     def __init__(
         self,
+        *,
+        no_integrity_check: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["no_integrity_check", b"no_integrity_check"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -338,17 +345,50 @@ Global___GetWorkerStatusRequest: _TypeAlias = GetWorkerStatusRequest  # noqa: Y0
 class GetWorkerStatusResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class CountersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RECORD_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     INTEGRITY_PROBLEM_FIELD_NUMBER: _builtins.int
     IDLE_FIELD_NUMBER: _builtins.int
+    LIVE_FIELD_NUMBER: _builtins.int
+    CLOSING_FIELD_NUMBER: _builtins.int
+    TOMBSTONES_FIELD_NUMBER: _builtins.int
+    COUNTERS_FIELD_NUMBER: _builtins.int
     integrity_problem: _builtins.str
     """Result of check_integrity(): empty when all is well."""
     idle: _builtins.bool
+    live: _builtins.int
+    """Keys that are not done, and those of them that only wait until compute and reads are quiet."""
+    closing: _builtins.int
+    tombstones: _builtins.int
+    """Answers kept for keys that ended, until their tickets expire."""
     @_builtins.property
     def record(self) -> _common_pb2.WorkerRecord: ...
     @_builtins.property
     def load(self) -> _common_pb2.WorkerLoad: ...
+    @_builtins.property
+    def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Counters by name since the start of this incarnation; "steps" counts those that have started."""
+
     def __init__(
         self,
         *,
@@ -356,10 +396,14 @@ class GetWorkerStatusResponse(_message.Message):
         load: _common_pb2.WorkerLoad | None = ...,
         integrity_problem: _builtins.str = ...,
         idle: _builtins.bool = ...,
+        live: _builtins.int = ...,
+        closing: _builtins.int = ...,
+        tombstones: _builtins.int = ...,
+        counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle", "integrity_problem", b"integrity_problem", "load", b"load", "record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closing", b"closing", "counters", b"counters", "idle", b"idle", "integrity_problem", b"integrity_problem", "live", b"live", "load", b"load", "record", b"record", "tombstones", b"tombstones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
