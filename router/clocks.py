@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pdserve.types import ClockOffset, ClockSample
 
 WINDOW = 32
+ONE_WAY_ERROR_S = 1.0
 DRIFT = 400e-6
 """Seconds per second: how fast two clocks may part. Real ones stay below 100 ppm, one that is off at 200."""
 
@@ -31,6 +32,8 @@ class _Trip:
 class ClockFilter:
     """The offset of one worker's clock. Times are the router's."""
 
+    one_way_s: float = 0.0
+    """The offset if its first message had taken no time: all there is before the first round trip."""
     _trips: deque[_Trip] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def add(self, sample: ClockSample) -> None:
@@ -42,9 +45,9 @@ class ClockFilter:
             trip = _Trip(offset_s=(there + back) / 2, half_s=half, at=sample.replied_s)
             self._trips.append(trip)
 
-    def estimate(self, worker: str, now: float) -> ClockOffset | None:
-        """The offset now; None before the first round trip."""
+    def estimate(self, worker: str, now: float) -> ClockOffset:
+        """The offset now."""
         best = min(self._trips, key=lambda trip: trip.error(now), default=None)
         if best is None:
-            return None
+            return ClockOffset(worker=worker, offset_s=self.one_way_s, uncertainty_s=ONE_WAY_ERROR_S)
         return ClockOffset(worker=worker, offset_s=best.offset_s, uncertainty_s=best.error(now))

@@ -84,7 +84,7 @@ class Membership:
         if old is not None and replaced is None:
             offset = max(offset, old.clock_offset_s)
         load = old.load if old is not None and replaced is None else WorkerLoad(num_pages=record.pool_pages)
-        clock = old.clock if old is not None and replaced is None else ClockFilter()
+        clock = old.clock if old is not None and replaced is None else ClockFilter(now - monotonic_s)
         self._members[peer.worker_id] = Member(
             record=record, load=load, heard_at=now, clock_offset_s=offset, clock=clock
         )

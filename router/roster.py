@@ -144,11 +144,10 @@ class Roster:
         )
 
     def clocks(self, *peers: PeerRef | None) -> tuple[ClockOffset, ...]:
-        """How far these workers' clocks are from ours now; without those that are not known."""
+        """How far these workers' clocks are from ours now; without those of no members."""
         now = self._clock.now()
         members = [self.member(p.worker_id, p.incarnation) for p in peers if p is not None]
-        found = [m.clock.estimate(m.record.peer.worker_id, now) for m in members if m is not None]
-        return tuple(offset for offset in found if offset is not None)
+        return tuple(m.clock.estimate(m.record.peer.worker_id, now) for m in members if m is not None)
 
     def capacity(self) -> int | None:
         """KV rows of the largest empty pool of those that decode; None without any."""

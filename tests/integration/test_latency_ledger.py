@@ -82,6 +82,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     environ = {name: {TESTING: "1", VARIABLE: f"@{folder / name}"} for name in CLOCKS}
     model = tiny_models.save(tiny_models.llama(), tmp_path_factory.mktemp("tiny"))
     stack = Stack.start({Role.PREFILL: 1, Role.DECODE: 1}, environ=environ, model=str(model))
+    with stack.client() as client:  # a new worker's clock is known after its first round trips
+        while any(clock.uncertainty_s > CLOSE_S for clock in ask(client, 0, ONE_PAGE).clocks):
+            assert all(process.poll() is None for process in stack.workers.values())
     yield Bench(stack, folder)
     stack.stop()
 
@@ -129,6 +132,22 @@ def test_next_to_nothing_of_ttft_is_unaccounted_for(bench: Bench) -> None:
     over = [abs(found.residual_s or 0) / max(0.002, 0.02 * (found.ttft_s or 0)) for found in ledgers]
     assert all(found.residual_s is not None for found in ledgers)
     assert sorted(over)[int(0.95 * len(over))] <= 1, over
+
+
+def test_a_prompt_computed_where_it_is_decoded_has_no_transfer(tmp_path: Path) -> None:
+    model = tiny_models.save(tiny_models.llama(), tmp_path)
+    stack = Stack.start({Role.AGGREGATED: 1}, model=str(model))
+    try:
+        with stack.client() as client:
+            ledgers = [ask(client, seed, 200) for seed in range(3)]
+    finally:
+        stack.stop()
+    for ledger in ledgers:
+        assert {s.phase for s in ledger.spans} == {*Phase} - {Phase.ANNOUNCE, Phase.WIRE, Phase.VERIFY}
+        assert sum(s.count for s in ledger.spans if s.phase is Phase.COMPUTE) == 200
+        assert ledger.residual_s is not None
+        assert abs(ledger.residual_s) <= 0.002
+        assert ledger.wire_hidden is None
 
 
 # ---- how it is shown -------------------------------------------------------------------------------------
