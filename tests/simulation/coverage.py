@@ -37,7 +37,7 @@ DECODE_ARROWS = (
     *("D2 new", "D2 verified", "D2 reading", "D3 good", "D3 stale", "D3 bad", "D4 stored"),
     *("D5 last page", "D5 Finish", "D5 already ended"),
     *(f"D6 by {cause}" for cause in ("lease", "abort", "bad thrice", "switch", "wrong key", "key lost")),
-    *("D6 PULL→LOCAL at once", "D6 PULL→LOCAL after reads", "D6 PULL→CLOSING"),
+    *("D6 PULL→LOCAL at once", "D6 PULL→LOCAL after reads"),
     *("D7 LOCAL→RUNNING", "D7 late message", "D8 step", "D8 Finish again", "D9 RUNNING→CLOSING"),
     *("D10 RUNNING→RETRACTED", "D10 RETRACTED→RUNNING"),
     *(f"D13 {state}→CLOSING" for state in ("PULL", "LOCAL", "RUNNING")),

@@ -139,7 +139,7 @@ class Faults:
         worker = self._worker(role)
         if worker is None:
             return
-        by, length = self._length(), self._length(2.0)
+        by, length = self._length(3.0), self._length(2.0)
         self._world.fault(f"slow_{what}", worker.name, f"by {by:.2f} s for {length:.2f} s")
         worker.slow[what] = by
         self._fleet.judge.disturbed(worker.name, by + length)

@@ -141,6 +141,8 @@ class Judge:
         if isinstance(message, Refused):
             self._check_text(message.detail)
             self._world.faults["full_pool"] += message.reason == "full"
+            side = "P1" if isinstance(effect, fx.AnswerPrefill) else "D1"
+            self._world.arrows[f"{side} refused"] += 1
         elif isinstance(message, Ended):
             self._check_text(message.error_message)
 
@@ -180,6 +182,8 @@ class Judge:
             oldest = min((read.started_at for read in process.reads.values()), default=_BIG)
             if self._world.now - oldest < 0.8 * LEASE_S:
                 raise self._world.breach("quarantined pages", f"{process.name}: no read lasts that long")
+        self._world.arrows["D6 by wrong key"] += name == "wrong_content_key"
+        self._world.arrows["D14 quarantined"] += name == "quarantined"
         if name == "wrong_content_key" and not self._world.faults["forge"]:
             raise self._world.breach("S1", f"{process.name}: a page of another text was announced")
 

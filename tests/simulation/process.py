@@ -228,7 +228,7 @@ class Process:
     # -- compute and copies ---------------------------------------------------------------------------------
 
     def _run_step(self, plan: StepPlan) -> None:
-        length = self.world.rng.uniform(0.001, 0.05) + self.slow.get("step", 0.0)
+        length = self.world.rng.uniform(0.001, 0.05) * self.world.pace + self.slow.get("step", 0.0)
         writes = length * self.world.rng.random()
         self.later(writes, lambda: self._write(plan, length - writes))
 
@@ -237,7 +237,7 @@ class Process:
         self.later(rest, lambda: self.apply(lambda now: self.core.step_done(result, now)))
 
     def _digest_time(self) -> float:
-        return self.world.rng.uniform(0.0001, 0.005) + self.slow.get("digest", 0.0)
+        return self.world.rng.uniform(0.0001, 0.005) * self.world.pace + self.slow.get("digest", 0.0)
 
     def _digest(self, effect: fx.ComputeDigest) -> None:
         digest = self.memory.digest(effect.page.page, effect.index, effect.valid_rows)
@@ -248,7 +248,7 @@ class Process:
         if bias.io_longer_than_lease and not self.world.calm and rng.random() < bias.io_longer_than_lease:
             return may_outlast_lease(rng.random())
         slow = max(self.slow.get("read", 0.0), self.fleet.slow_peer(effect.peer.worker_id))
-        return rng.uniform(0.0001, 0.02) + slow * rng.random()
+        return rng.uniform(0.0001, 0.02) * self.world.pace + slow * rng.random()
 
     def maybe_stop_between_check_and_act(self) -> None:
         rng, chance = self.world.rng, self.world.bias.pause_between_check_and_act

@@ -43,6 +43,7 @@ class Wish:
     sampled: bool
     deadline_s: float
     stop_after: int = 0
+    priority: int = 0
     probe: bool = False
 
 
@@ -175,7 +176,7 @@ class SimRouter:
     def _waiting(self, request: Request) -> Waiting:
         offset = self._offset
         return Waiting(
-            request_id=request.wish.name, priority=0, arrival=request.arrival,
+            request_id=request.wish.name, priority=request.wish.priority, arrival=request.arrival,
             tokens=len(request.wish.prompt) + len(request.got), queued_at=request.queued_at,
             deadline_at=request.deadline_at + offset, tried=request.state.next_epoch > 0,
         )  # fmt: skip
@@ -325,6 +326,7 @@ class SimRouter:
             "key": effect.key, "ticket": ticket, "token_ids": effect.token_ids,
             "num_forced": effect.num_forced, "sampling": request.sampling, "tenant": request.wish.tenant,
             "deadline_s": max(0.0, request.deadline_at - self._world.now),
+            "priority": request.wish.priority,
         }  # fmt: skip
 
     def _mint(self, request: Request, effect: ev.SendReserve) -> bytes | None:

@@ -106,6 +106,8 @@ class RouterCalls:
         if call.kind == "prefill" and isinstance(message, Refused):
             message = ev.PrefillRefused(refused=message)
         self._router.step(call.key.request_id, message)
+        if call.kind == "decode" and call.over:  # the stream ended; without effect if it ended properly
+            self._router.step(call.key.request_id, _lost(call.key))
 
     def _close(self, call: Call) -> None:
         call.over = True
@@ -132,7 +134,7 @@ class RouterCalls:
             self._router.suspect(call.peer)
         event: Any = ev.PrefillBroken(key=call.key)
         if call.kind == "decode":
-            event = ev.DecodeBroken(key=call.key, label="worker_lost", message=LOST_MESSAGE)
+            event = _lost(call.key)
         self._router.step(call.key.request_id, event)
 
     def drop_stream(self, key: Key) -> None:
@@ -191,3 +193,7 @@ class RouterCalls:
 
         fleet.network.stream(ROUTER, name, deliver)
         fleet.world.after(2.0, lambda: settle(None))
+
+
+def _lost(key: Key) -> ev.DecodeBroken:
+    return ev.DecodeBroken(key=key, label="worker_lost", message=LOST_MESSAGE)

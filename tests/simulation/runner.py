@@ -88,13 +88,14 @@ def _wishes(world: World) -> list[tuple[Wish, float]]:
     rng, bias = world.rng, world.bias
     prompts: list[tuple[int, ...]] = []
     out = []
+    bursts = [rng.uniform(0.0, STORM_S * 0.8) for _ in range(rng.choice((3, 8, 30)))]
     for i in range(bias.num_requests or rng.randint(22, 30)):
         prompt = tuple(rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 40)))
         if prompts and rng.random() < 0.5:
             base = rng.choice(prompts)
             prompt = base[: rng.randint(1, len(base))] + prompt[: rng.randint(0, 12)]
         prompts.append(prompt)
-        out.append((_wish(world, f"r{i}", prompt), rng.uniform(0.0, STORM_S * 0.8)))
+        out.append((_wish(world, f"r{i}", prompt), rng.choice(bursts) + rng.uniform(0.0, 0.1)))
     return out
 
 
@@ -105,7 +106,7 @@ def _wish(world: World, name: str, prompt: tuple[int, ...]) -> Wish:
     return Wish(
         name=name, tenant=rng.choice(TENANTS), prompt=prompt, max_tokens=longest, sampled=rng.random() < 0.4,
         deadline_s=rng.uniform(0.02, 1.5) if hasty else rng.uniform(80.0, 120.0),
-        stop_after=rng.randint(1, longest) if rng.random() < 0.1 else 0,
+        stop_after=rng.randint(1, longest) if rng.random() < 0.1 else 0, priority=rng.choice((0, 0, 0, 1, 2)),
     )  # fmt: skip
 
 
@@ -154,7 +155,7 @@ def _probe(world: World, fleet: Fleet) -> None:
         )  # fmt: skip
         fleet.router.submit(wish)
     world.run(lambda: fleet.router.done, start + 61.0)
-    if world.now > start + LEASE_S:
+    if world.now > start + LEASE_S * world.pace:
         raise world.breach("deadline failures", f"with all well, requests took {world.now - start:.1f} s")
 
 

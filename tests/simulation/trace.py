@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, is_dataclass
 
 from pdserve.types import Key, PageName
@@ -28,8 +29,14 @@ class Trace:
             for now, who, what, about in chosen
         ]
 
-    def text(self, last: int | None = SHOWN) -> str:
-        return "\n".join(self.lines(last))
+    def text(self, last: int | None = SHOWN, about: str = "") -> str:
+        """All of it, or the last lines, and before those whatever is about one request."""
+        if last is None:
+            return "\n".join(self.lines())
+        lines = self.lines()
+        mentions = re.compile(rf"\b{about}\b|fault|starts as|is stopped|goes on|dies")
+        early = [line for line in lines[:-last] if about and mentions.search(line)]
+        return "\n".join([*early, "...", *lines[-last:]])
 
 
 def _short(thing: object) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from tests.simulation.bias import Bias
 from tests.simulation.model import Texts
 from tests.simulation.trace import Trace
+
+_REQUEST = re.compile(r"\b(r\d+(x\d+)*|probe\d)\b")
 
 
 class Breach(AssertionError):
@@ -46,6 +49,7 @@ class World:
         self.seed, self.bias = seed, bias
         self.rng = random.Random(f"pdserve {seed}")
         self.now = 0.0
+        self.pace = self.rng.choice((1.0, 3.0, 8.0))  # slow machines: more is under way when a fault strikes
         self.texts = Texts()
         self.trace = Trace()
         self.arrows: Counter[str] = Counter()
@@ -76,7 +80,9 @@ class World:
     def breach(self, rule: str, detail: str) -> Breach:
         """The exception to raise when a rule is broken now."""
         self.note("judge", f"!!! {rule}: {detail}")
-        return Breach(rule, f"seed {self.seed} at {self.now:.4f} s: {detail}", self.trace.text())
+        named = _REQUEST.search(detail)
+        trace = self.trace.text(about=named.group() if named else "")
+        return Breach(rule, f"seed {self.seed} at {self.now:.4f} s: {detail}", trace)
 
     def run(self, until: Callable[[], bool], limit_s: float) -> bool:
         """Runs events until the condition holds. False when nothing is left or virtual time is up."""
