@@ -37,7 +37,6 @@ class Calls:
         """The same key on a second stream hears everything again, on both."""
         process, key = self._process, message.key
         self._decode.setdefault(key, []).append(call)
-        process.fleet.judge.told(process, key, higher=True)
         process.feed(lambda now: process.decode.reserve(message, now))
 
     def prefill(self, message: PrefillRequest, call: Call) -> None:

@@ -26,6 +26,7 @@ PREFILL_ARROWS = (
     *("P2 HALF→QUEUED Prefill", "P2 HALF→QUEUED Grant", "P3 QUEUED→COMPUTE"),
     *("P4 sealed, wanted", "P4 sealed, not wanted", "P4 announced", "P5 COMPUTE→QUEUED", "P6 COMPUTE→SENT"),
     *(f"P7 {state} {what}" for state in ("COMPUTE", "SENT") for what in ("Ack", "Renew", "Grant")),
+    "P7 Grant grown",
     *(f"P8 {state} {what}" for state in ("COMPUTE", "SENT") for what in ("Nack", "good", "bad")),
     "P9 SENT→CLOSING",
     *(f"P10 {state}→CLOSING" for state in _LIVE_P),
@@ -77,7 +78,7 @@ class _PrefillWatch:
 
     def before(self, session: PrefillSession, event: Any) -> Any:
         page = session.pages.get(event.index) if isinstance(event, pe.Digested) else None
-        known = (session.credit, len(session.want), session.has_request, session.grant is not None)
+        known = (session.credit, session.has_request, session.grant is not None)
         return session.state.name, page is not None and page.rehashing, known
 
     def after(self, session: PrefillSession, event: Any, before: Any, effects: list[Any], now: float) -> None:
@@ -111,14 +112,15 @@ class _PrefillWatch:
                 arrows[f"P8 {state} Nack"] += 1
 
     def _half(self, session: PrefillSession, event: Any, state: str, to: str, known: Any) -> None:
-        credit, want, has_request, has_grant = known
+        credit, has_request, has_grant = known
         what = "Grant" if isinstance(event, Grant) else "Prefill"
         if state == "HALF" and to == "QUEUED":
             self._arrows[f"P2 HALF→QUEUED {what}"] += 1
         elif state == "HALF" and not has_request and not has_grant:
             self._arrows[f"P1 NONE→HALF {what}"] += 1
-        elif what == "Grant" and (session.credit > credit or len(session.want) > want):
+        elif what == "Grant" and state in ("COMPUTE", "SENT"):
             self._arrows[f"P7 {state} Grant"] += 1
+            self._arrows["P7 Grant grown"] += session.credit > credit
 
     def _closed(self, session: PrefillSession, event: Any, state: str, now: float) -> None:
         if isinstance(event, Commit):
@@ -190,7 +192,7 @@ class _DecodeWatch:
     def _ran(self, session: DecodeSession, event: Any, to: str) -> None:
         by = "D5 Finish" if isinstance(event, Finish) else "D5 last page"
         self._arrows["D5 already ended" if to != "RUNNING" else by] += 1
-        self._judge.committed(self._judge.current, session.key)
+        self._judge.committed(session.key)
 
     def _read(self, event: de.ReadEnded, kinds: set[type]) -> None:
         status = event.status

@@ -157,14 +157,14 @@ class Faults:
     def _drain(self) -> None:
         """A worker is told to drain, and taken out of service when it is empty."""
         worker = self._worker()
-        if worker is not None and not worker.draining:
+        if worker is not None and not worker.core.draining:
             self._world.fault("drain", worker.name)
-            worker.drain()
+            worker.core.drain()
             self._world.after(self._length(), lambda: self._drained(worker))
 
     def _drained(self, worker: Process) -> None:
         if worker.alive and self._fleet.processes[worker.name] is worker:
-            if worker.core.num_live and not self._world.calm:
+            if not (worker.core.drained or self._world.calm):
                 self._world.after(0.5, lambda: self._drained(worker))
             else:
                 self._fleet.kill(worker.name, back_after=0.2)

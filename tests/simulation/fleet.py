@@ -66,7 +66,7 @@ class Fleet:
             "max_num_seqs": rng.choice((3, 8)), "local_threshold": rng.choice((0, 0, 6)),
             "credit_pages": rng.choice((1, 2, 3, 256)),
         }  # fmt: skip
-        rows = rng.randint(72, 112) if bias.reuse_at_once else rng.randint(72, 180)
+        rows = rng.randint(72, 90 if bias.reuse_at_once else rng.choice((80, 180)))
         pages = bias.num_pages or -(-rows // page_size)
         roles = [Role.PREFILL] * 2 + [Role.DECODE] * 2
         extra = rng.choice((None, None, None, Role.PREFILL, Role.DECODE, Role.AGGREGATED))
@@ -139,8 +139,6 @@ class Fleet:
         if process.alive and not process.stopped:
             self._tell_router(process, first=False)
             self.judge.look(process)
-            if process.over_quarantine_budget and not process.core.num_live:
-                self.retire(process, "over the quarantine budget")
         self.world.after(HEARTBEAT_S, lambda: self._heartbeat(name))
 
     def _tell_router(self, process: Process, *, first: bool) -> None:

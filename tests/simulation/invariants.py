@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvtransfer import effects as fx
 from kvtransfer.transport import ReadStatus
 from pdserve.kvcache.allocator import HolderKind
-from pdserve.messages import Ended, Refused
+from pdserve.messages import Ended, Refused, Reserved
 from pdserve.sched.plan import Preempted, SeqEvent, Started
 from pdserve.types import FinishReason, Key
 from router import events as ev
@@ -42,6 +43,7 @@ class Judge:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet, self._world = fleet, fleet.world
         self.current: Process | None = None
+        self._events: list[tuple[str, Key]] = []
         self._disturbed: dict[str, float] = {}
         self._fenced: dict[tuple[int, str], Key] = {}
         self._owners: dict[Key, int] = {}
@@ -118,20 +120,37 @@ class Judge:
 
     # -- fencing (S4) ---------------------------------------------------------------------------------------
 
-    def told(self, process: Process, key: Key, *, higher: bool = False) -> None:
-        """D hears a cancel of this key, or (higher) of a newer try."""
-        fence = Key(request_id=key.request_id, term=key.term, epoch=key.epoch - 1) if higher else key
+    def told(self, process: Process, key: Key) -> None:
+        """D hears a cancel of this key."""
         mark = (process.incarnation, key.request_id)
-        if mark not in self._fenced or self._fenced[mark] < fence:
-            self._fenced[mark] = fence
+        if mark not in self._fenced or self._fenced[mark] < key:
+            self._fenced[mark] = key
 
-    def committed(self, process: Process, key: Key) -> None:
-        """D commits: it may not have been told to stop before, and nobody else may own the key."""
+    def committed(self, key: Key) -> None:
+        """A session of the current process commits; it counts once the process's input is carried out."""
+        self._events.append(("commit", key))
+
+    def lease_over(self, key: Key, *, at_prefill: bool) -> None:
+        """A session of the current process says that the other side was silent for a lease."""
+        self._events.append(("prefill lease" if at_prefill else "decode lease", key))
+
+    def settled(self, process: Process) -> None:
+        """An input is through; after a gap of its own nothing of it gets out of the process."""
+        events, self._events = self._events, []
+        if process.core.retired:
+            return
+        for what, key in events:
+            if what == "commit":
+                self._check_commit(process, key)
+            else:
+                self._check_expiry(process, key, at_prefill=what == "prefill lease")
+
+    def _check_commit(self, process: Process, key: Key) -> None:
+        """It may not have been told to stop before, and nobody else may own the key."""
         fence = self._fenced.get((process.incarnation, key.request_id))
         if fence is not None and key <= fence:
-            raise self._world.breach(
-                "zombie commits", f"{process.name} commits {key}, which was cancelled there"
-            )
+            detail = f"{process.name} commits {key}, which was cancelled there"
+            raise self._world.breach("zombie commits", detail)
         if self._owners.setdefault(key, process.incarnation) != process.incarnation:
             raise self._world.breach("S4", f"{key} was committed by two incarnations")
 
@@ -145,6 +164,8 @@ class Judge:
             self._world.arrows[f"{side} refused"] += 1
         elif isinstance(message, Ended):
             self._check_text(message.error_message)
+        elif isinstance(message, Reserved) and effect.key.epoch:
+            self.told(process, replace(effect.key, epoch=effect.key.epoch - 1))  # a newer try took over
 
     def _check_text(self, text: str) -> None:
         if _LEAKS.search(text):
@@ -152,11 +173,9 @@ class Judge:
 
     # -- leases and reads -----------------------------------------------------------------------------------
 
-    def lease_over(self, key: Key, *, at_prefill: bool) -> None:
-        """A session says that the other side was silent for a lease. Was it?"""
-        process = self.current
+    def _check_expiry(self, process: Process, key: Key, *, at_prefill: bool) -> None:
+        """Was the other side really silent?"""
         attempt = self._fleet.attempt(f"?:{key}")
-        assert process is not None
         name = attempt.decode if at_prefill else attempt.prefill
         other = self._fleet.processes[name]
         role: Any = other.decode if at_prefill else other.prefill
@@ -189,7 +208,7 @@ class Judge:
 
     def retired(self, process: Process) -> None:
         held_up = self._world.now - self.last_trouble(process.name) < 2 * QUIET_S
-        if not held_up and not process.over_quarantine_budget:
+        if not held_up and not process.core.over_quarantine:
             raise self._world.breach("false retirements", f"{process.name} gave itself up without a reason")
 
     # -- the client's edge (S1, S2, L1) ---------------------------------------------------------------------
@@ -296,7 +315,7 @@ class Judge:
         """What is not as it must be once everything is over; "" if nothing."""
         fleet = self._fleet
         for process in fleet.processes.values():
-            left = process.pages.num_pages - process.pages.available - process.num_quarantined
+            left = process.pages.num_pages - process.pages.available - process.pages.num_quarantined
             roles = process.core._roles
             checks = {
                 "no process": not process.alive, "a session lives": process.core.num_live > 0,

@@ -16,14 +16,13 @@ from decode_worker.loop import DecodeRole
 from kvtransfer import effects as fx
 from kvtransfer.session.guard import RoleContext
 from kvtransfer.transport import ReadStatus
-from pdserve.kvcache.allocator import PageState
 from pdserve.kvcache.layout import pages_for
 from pdserve.kvcache.manager import PageManager
 from pdserve.messages import Envelope
 from pdserve.sched.config import SchedConfig
 from pdserve.sched.plan import StepPlan
 from pdserve.sched.scheduler import StepScheduler
-from pdserve.types import Key, Role, WorkerLoad
+from pdserve.types import Role, WorkerLoad
 from pdserve.worker.core import WorkerCore
 from prefill_worker.loop import PrefillRole
 from tests.simulation.bias import LEASE_S
@@ -75,7 +74,6 @@ class Process:
         self.calls = Calls(self)
         self.compute = Compute(self)
         self.reads: dict[int, Read] = {}
-        self.draining = False
         self.slow: dict[str, float] = {}
         self._timer_at = float("inf")
         self._timer_id = 0
@@ -158,6 +156,7 @@ class Process:
         now = self.now()
         with self.fleet.judge.engine(self):
             effects = make(now)
+        self.fleet.judge.settled(self)
         for effect in effects:
             self._do(effect)
         self.fleet.judge.after_input(self)
@@ -165,7 +164,7 @@ class Process:
 
     def _arm(self, now: float) -> None:
         due = self.core.next_timer()
-        if due == self._timer_at:
+        if due >= self._timer_at > now:
             return
         self._timer_id += 1
         self._timer_at = due
@@ -201,8 +200,8 @@ class Process:
                 self.fleet.judge.counted(self, effect.name)
             case fx.Dial():
                 pass
-            case _ if type(effect).__name__ == "Retire":
-                self.fleet.retire(self, str(getattr(effect, "reason", "")))
+            case fx.Retire(reason=reason):
+                self.fleet.retire(self, reason)
 
     # -- messages between workers ---------------------------------------------------------------------------
 
@@ -273,26 +272,10 @@ class Process:
 
     # -- what it tells others -------------------------------------------------------------------------------
 
-    @property
-    def num_quarantined(self) -> int:
-        return self.pages.counts()[PageState.QUARANTINED]
-
-    @property
-    def over_quarantine_budget(self) -> bool:
-        return self.num_quarantined > 0.05 * self.shape.num_pages
-
     def load(self) -> WorkerLoad:
         """What the heartbeat says."""
         return WorkerLoad(
             num_pages=self.pages.num_pages, num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting, draining=self.draining,
-            ready=not self.over_quarantine_budget,
+            num_waiting=self.scheduler.num_waiting, draining=self.core.draining,
+            ready=not self.core.over_quarantine,
         )  # fmt: skip
-
-    def drain(self) -> None:
-        self.draining = True
-        self.core.drain()
-
-    def holds(self) -> set[Key]:
-        """Keys of both roles that live here."""
-        return {*self.prefill._entries, *self.decode._entries}

@@ -13,11 +13,11 @@ from pdserve.errors import Overloaded
 from pdserve.messages import PrefillRequest, Reserve
 from pdserve.types import PeerRef, SamplingParams, WorkerLoad, WorkerRecord
 from router import events as ev
-from router import lifecycle, policy
+from router import lifecycle
 from router.admission import AdmissionQueue, QueueLimits, Waiting
 from router.inflight import InFlight
 from router.membership import Membership, MembershipConfig
-from router.policy import Ask, Candidate, Choice, PolicyConfig, choose
+from router.policy import Ask, Candidate, Choice, PolicyConfig, choose, choose_prefill
 from router.request_state import Phase, RequestState
 from router.tickets import TicketMint
 from tests.simulation.bias import LEASE_S, LOST_S, SUSPECT_S
@@ -230,7 +230,7 @@ class SimRouter:
                 self.poke()
             case ev.Requeue():
                 self._requeue(request, effect)
-            case _ if type(effect).__name__ == "Rebind":
+            case ev.Rebind():
                 self._rebind(request, effect)
             case ev.LeaveQueue():
                 self.queue.remove(request.wish.name)
@@ -251,11 +251,9 @@ class SimRouter:
             self._world.after(effect.block_s, self.poke)
         self.poke()
 
-    def _rebind(self, request: Request, effect: Any) -> None:
+    def _rebind(self, request: Request, effect: ev.Rebind) -> None:
         """Another prefill worker for a request that a decode worker holds pages for."""
-        found = policy.choose_prefill(
-            self._candidates(), self.inflight, effect.decode, effect.avoid, self.policy
-        )
+        found = choose_prefill(self._candidates(), self.inflight, effect.decode, effect.avoid, self.policy)
         self._world.note(ROUTER, "looks for another prefill worker:", effect.key, found and found.worker_id)
         rebound = ev.Rebound(key=effect.key, prefill=found)
         self._todo[request.wish.name].append(rebound)

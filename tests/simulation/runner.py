@@ -31,6 +31,7 @@ __all__ = ["Bias", "Breach", "Run", "run_seed"]
 TENANTS = ("tenant-a", "tenant-b")
 MIN_REQUESTS, MIN_EVENTS, MIN_FAULTS = 20, 500, 3
 NUM_PROBES = 3
+LONGEST_PROMPT = 48
 LIMIT_S = 200.0
 
 
@@ -94,6 +95,7 @@ def _wishes(world: World) -> list[tuple[Wish, float]]:
         if prompts and rng.random() < 0.5:
             base = rng.choice(prompts)
             prompt = base[: rng.randint(1, len(base))] + prompt[: rng.randint(0, 12)]
+        prompt = prompt[:LONGEST_PROMPT]
         prompts.append(prompt)
         out.append((_wish(world, f"r{i}", prompt), rng.choice(bursts) + rng.uniform(0.0, 0.1)))
     return out
@@ -106,7 +108,7 @@ def _wish(world: World, name: str, prompt: tuple[int, ...]) -> Wish:
     return Wish(
         name=name, tenant=rng.choice(TENANTS), prompt=prompt, max_tokens=longest, sampled=rng.random() < 0.4,
         deadline_s=rng.uniform(0.02, 1.5) if hasty else rng.uniform(80.0, 120.0),
-        stop_after=rng.randint(1, longest) if rng.random() < 0.1 else 0, priority=rng.choice((0, 0, 0, 1, 2)),
+        stop_after=rng.randint(1, longest) if rng.random() < 0.1 else 0, priority=rng.choice((0, 1, 2)),
     )  # fmt: skip
 
 

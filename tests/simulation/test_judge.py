@@ -246,7 +246,6 @@ def test_sabotage_is_seen(
             run_seed(seed, bias=bias)
         except Breach as breach:
             found.add(breach.rule)
-            assert breach.trace
             if breach.rule in rules:
                 return
     pytest.fail(f"none of {rules} within {SEEDS} seeds; only {found}")
