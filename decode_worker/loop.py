@@ -378,6 +378,8 @@ class DecodeRole:
             case table.DStopCompute():
                 if self._sequences.stop(key):
                     entry.todo.append(table.ComputeQuiet())
+            case table.DDropPages():
+                self._pages.drop_all(holder_of(key))
             case table.DRelease():
                 self._release(entry, effect.outcome)
             case table.DCount():

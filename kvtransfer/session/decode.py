@@ -16,6 +16,7 @@ from kvtransfer.session.decode_events import (
     ComputeQuiet,
     DCancelReads,
     DCount,
+    DDropPages,
     DEffect,
     DEmit,
     DEnd,
@@ -351,8 +352,10 @@ class DecodeSession:
         return out + self._end(end, event.outcome)
 
     def _maybe_release(self) -> list[DEffect]:
-        if self.state is not DState.CLOSING or self.computing or self.num_reading:
+        if self.state is not DState.CLOSING or self.computing:
             return []
+        if self.num_reading:  # a read may last longer than the request may hold pages: its pin is enough
+            return [DDropPages()]
         self.state = DState.DONE
         return [DRelease(outcome=self.outcome)]
 

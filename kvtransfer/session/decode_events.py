@@ -155,6 +155,11 @@ class DStopCompute:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DDropPages:
+    """The request is over, but reads are not: drop its holders; pinned pages stay until their read ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DRelease:
     """Compute and reads are quiet: drop the request holders, leave a tombstone, forget the session."""
 
@@ -168,4 +173,7 @@ class DCount:
     name: str
 
 
-DEffect = DSend | DRead | DCancelReads | DRun | DRunLocal | DEmit | DEnd | DStopCompute | DRelease | DCount
+DEffect = (
+    DSend | DRead | DCancelReads | DRun | DRunLocal | DEmit | DEnd | DStopCompute | DDropPages | DRelease
+    | DCount
+)  # fmt: skip

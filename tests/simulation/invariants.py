@@ -306,8 +306,17 @@ class Judge:
         known, since = self._oldest.get(process.incarnation, (None, 0.0))
         if known != state:
             self._oldest[process.incarnation] = (state, self._world.now)
+        elif self._waits_for_transfers(process):
+            self._world.counters["oldest_waits_for_transfers"] += 1
+            self._oldest[process.incarnation] = (state, self._world.now)
         elif self._world.now > max(since, self.last_trouble(process.name)) + QUIET_S:
             raise self._world.breach("L3", f"{process.name}: the oldest, {ages[0].seq_id}, does not go on")
+
+    def _waits_for_transfers(self, process: Process) -> bool:
+        """Whether all pages that could be had are promised to transfers under way, which nobody takes back:
+        the oldest waits for them, longer than a lease when they are slow (docs/failure-modes.md)."""
+        pulling = any(entry.session.state.name == "PULL" for entry in process.decode._entries.values())
+        return pulling and not process.pages.available
 
     # -- the end --------------------------------------------------------------------------------------------
 

@@ -297,6 +297,7 @@ def test_d13_cancel_while_pulling_tells_prefill_and_waits_for_reads() -> None:
     effects = made.step(CANCEL, 0.0)
     assert len(sent(effects, Abort)) == 1
     assert has(effects, ev.DEnd)
+    assert has(effects, ev.DDropPages), "pages that no read touches are given back at once"
     assert not has(effects, ev.DRelease), "pages that are still written are not given back"
     assert made.step(read(0), 0.0) == [ev.DRelease(outcome=Outcome.STOPPED)]
 
