@@ -16,8 +16,13 @@ MAX_METADATA_BYTES = 8 << 10
 KEEPALIVE_S = 4.0
 """A silent peer is noticed within about twice this (reliability.md: 10 s)."""
 
+CONNECT_S, HANDSHAKE_S = 0.2, 5.0
+"""How long a connection may take to come about, without and with TLS, which takes round trips and time."""
 
-def channel_options(*, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+
+def channel_options(
+    *, max_receive_bytes: int = MAX_MESSAGE_BYTES, connect_s: float = CONNECT_S
+) -> list[tuple[str, int]]:
     """Options of a client channel: keepalive pings, quick reconnects, no proxy from the environment."""
     return [
         ("grpc.max_receive_message_length", max_receive_bytes),
@@ -27,7 +32,7 @@ def channel_options(*, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.min_reconnect_backoff_ms", 200),
+        ("grpc.min_reconnect_backoff_ms", int(connect_s * 1000)),  # the limit of one attempt
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),
@@ -62,7 +67,11 @@ def open_blocking_channel(
 
 
 def _options(address: str, max_receive_bytes: int, tls: TlsSource | None) -> list[tuple[str, int | str]]:
-    options: list[tuple[str, int | str]] = [*channel_options(max_receive_bytes=max_receive_bytes)]
+    options: list[tuple[str, int | str]] = [
+        *channel_options(
+            max_receive_bytes=max_receive_bytes, connect_s=HANDSHAKE_S if tls is not None else CONNECT_S
+        )
+    ]
     if tls is not None:
         host = address.rpartition(":")[0]
         if tls.name_of(host) != host.strip("[]"):

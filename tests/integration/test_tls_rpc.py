@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from pdserve.rpc.credentials import Renewing, close_soon
 from pdserve.rpc.server import RpcServer, ServerOptions
 from pdserve.tls import TlsSource
 from pdserve.tls.files import FIXED_NAME
+from tests.conformance.transport_kit import Gate, proxy
 from tests.support.certs import Certs
 
 
@@ -95,6 +97,19 @@ async def test_long_lived_channels_and_servers_follow_to_a_new_authority(
         assert await dialled(server.address, others.source("client"), 5.0)
         assert {*channels.all()} == {first, channels.current()}
         await asyncio.gather(*(channel.close() for channel in channels.all()))
+
+
+async def test_a_handshake_may_take_a_while(certs: Certs) -> None:
+    gate = Gate(1)  # nothing of the server's half until it opens: a far or busy router
+    async with serving(certs.source()) as server:
+        with proxy(server.address, gate) as endpoint:
+            threading.Timer(1.0, gate.open.set).start()
+            channel = open_channel(endpoint, tls=certs.source("client"))
+            answer = await health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=20
+            )
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            await channel.close()
 
 
 async def test_beyond_loopback_tls_is_enough(certs: Certs) -> None:

@@ -78,12 +78,16 @@ class Stack:
         )  # fmt: skip
         stack = cls(secret, found[1], router, replace(base, **settings), environ=more, certs=certs)
         names = [(f"{role}-{i}", role) for role, count in roles.items() for i in range(count)]
-        for name, role in names:
-            stack.launch(name, role)
-        for name, _ in names:
-            stack.wait_started(name)
-        stack.until(lambda status: len(usable(status)) == len(names))
-        wait_serving(found[1], certs)
+        try:
+            for name, role in names:
+                stack.launch(name, role)
+            for name, _ in names:
+                stack.wait_started(name)
+            stack.until(lambda status: len(usable(status)) == len(names))
+            wait_serving(found[1], certs)
+        except BaseException:
+            stack.stop()
+            raise
         return stack
 
     def launch(self, name: str, role: Role, **changes: Any) -> None:
