@@ -76,7 +76,10 @@ def reserve(
     num_tokens = len(call.token_ids)
     longest = _longest(ctx, call)
     if num_tokens > ctx.max_context or ctx.num_pages(longest) > pages.num_usable:
-        return _refuse(call, Refusal.NEVER_FITS, "prompt and max_tokens do not fit this worker's page pool")
+        # With a retry hint where only quarantine stands against it: another worker may have the pages.
+        elsewhere = num_tokens <= ctx.max_context and ctx.num_pages(longest) <= pages.num_pages
+        detail = "prompt and max_tokens do not fit this worker's page pool"
+        return _refuse(call, Refusal.NEVER_FITS, detail, retry_after_s=0.1 if elsewhere else 0.0)
     salt = cache_salt(call.tenant)
     full = content_keys(call.token_ids, ctx.page_size, salt=salt, model=ctx.model, numerics=ctx.numerics)
     holder = Holder(HolderKind.REQUEST, seq_id)

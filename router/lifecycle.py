@@ -87,7 +87,9 @@ def _refused(state: RequestState, event: Refused) -> list[ev.Effect]:
     decode = state.decode
     if event.reason is Refusal.NEVER_FITS:
         message = "The prompt and its completion do not fit a worker's KV cache: ask for fewer tokens."
-        return retry(state, "never_fits", message, failed=decode)  # another pool may be larger
+        if event.retry_after_s:  # it would fit that worker's whole pool: pages are out of use there
+            return retry(state, "never_fits", message, failed=decode)
+        return end(state, label="never_fits", message=message)
     if event.reason not in (Refusal.FULL, Refusal.DRAINING):
         message = "The workers did not take the request; try again."
         return retry(state, "unavailable", message, failed=decode)

@@ -106,6 +106,7 @@ def test_pages_in_quarantine_do_not_count_as_pool() -> None:
     refused = reserve(CTX, pages, call(16, max_tokens=16), "D:r")
     assert isinstance(refused, Refused)
     assert refused.reason is Refusal.NEVER_FITS
+    assert refused.retry_after_s > 0, "another worker may have the pages"
 
 
 LOWER = Holder(HolderKind.REQUEST, "D:lower")

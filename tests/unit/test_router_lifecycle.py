@@ -125,6 +125,16 @@ def test_full_blocks_the_worker_and_is_no_failed_try() -> None:
     assert state.num_tries == 0
 
 
+def test_what_never_fits_ends_at_once_unless_only_pages_are_out_of_use_there() -> None:
+    state = fresh()
+    run(state, ev.Assigned(decode=D[0], prefill=P[0]))
+    assert end_of(run(state, Refused(key=key(0), reason=Refusal.NEVER_FITS))).label == "never_fits"
+    state = fresh()
+    run(state, ev.Assigned(decode=D[0], prefill=P[0]))
+    effects = run(state, Refused(key=key(0), reason=Refusal.NEVER_FITS, retry_after_s=0.1))
+    assert effects[-1] == ev.Requeue(avoid=frozenset({D[0].incarnation}))
+
+
 def test_three_failures_end_it_with_the_last_error() -> None:
     state = fresh()
     effects: list[ev.Effect] = []

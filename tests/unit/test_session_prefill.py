@@ -71,6 +71,17 @@ def test_p1_p2_work_starts_when_both_halves_are_there_in_any_order() -> None:
         assert made.state is PState.QUEUED
 
 
+def test_p3_the_prompt_computes_once_the_scheduler_started_it() -> None:
+    made = session(HALF, grant())
+    assert made.step(ev.Scheduled(), 0.0) == []
+    assert made.state is PState.COMPUTE
+
+
+def test_p10_decode_that_never_asks_again_is_not_waited_for_once_all_is_sent() -> None:
+    assert session(*COMPUTING).waits_for_renewal
+    assert not session(*SENT).waits_for_renewal
+
+
 def test_p4_a_sealed_wanted_page_is_held_digested_and_announced() -> None:
     made = session(*COMPUTING)
     assert made.step(sealed(0), 0.0) == [ev.PHold(index=0, page=page(0), valid_rows=16)]
