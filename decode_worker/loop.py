@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from decode_worker.entry import Entry, PromptWork
 from decode_worker.pulls import Pulls
-from decode_worker.replies import refused, superseded
+from decode_worker.replies import refused, repeated, superseded, unknown
 from decode_worker.reserve import Reservation, longest_pages, reserve
 from decode_worker.sequences import PREFIX, Sequences, holder_of, seq_id_of
 from kvtransfer import ticket
@@ -24,7 +24,6 @@ from pdserve.kvcache.manager import PageManager
 from pdserve.messages import (
     Abort,
     Announce,
-    Commit,
     Finish,
     Outcome,
     Refusal,
@@ -121,7 +120,7 @@ class DecodeRole:
         if entry is not None and entry.session.key > call.key:
             return [refused(call.key, Refusal.OUTDATED_KEY, "a newer try is running")]
         if entry is not None and entry.session.key == call.key:
-            return self._repeat(entry)
+            return repeated(entry, self._ctx.page_size)
         return self._take(call, entry, facts, now)
 
     def cancel(self, key: Key, now: float) -> tuple[Outcome, list[Effect]]:
@@ -160,7 +159,7 @@ class DecodeRole:
             return []
         entry = self._entries.get(message.key)
         if entry is None:
-            return self._unknown(peer, incarnation, message)
+            return unknown(peer, incarnation, message, self.stones.answer(message.key))
         if not entry.is_peer(peer, incarnation):
             return []
         if isinstance(message, Finish):
@@ -252,16 +251,6 @@ class DecodeRole:
 
     # -- inside -----------------------------------------------------------------------------------------
 
-    def _repeat(self, entry: Entry) -> list[Effect]:
-        """Guard 4: the live key's Reserve again, on another stream. What was said is said again."""
-        key = entry.session.key
-        if not entry.session.live:
-            return [refused(key, Refusal.OUTDATED_KEY, f"this try is over: {entry.session.outcome}")]
-        hits = entry.held.hit_pages * self._ctx.page_size
-        reserved = Reserved(key=key, mode=entry.held.mode, hit_tokens=hits)
-        again = [AnswerDecode(key=key, message=token) for token in entry.tokens]
-        return [AnswerDecode(key=key, message=reserved), *again]
-
     def _take(self, call: Reserve, old: Entry | None, facts: ticket.TicketFacts, now: float) -> list[Effect]:
         """Takes a new key, or says why not. Guard 3: what it needs is held before the lower key is ended, and
         that one's pages pass to it; so a try that does not fit costs the one that runs nothing."""
@@ -307,16 +296,6 @@ class DecodeRole:
             max_tokens=call.sampling.max_tokens, verified=held.verified,
         )  # fmt: skip
         return out + self._run(entry, accepted, now)
-
-    def _unknown(self, peer: str, incarnation: int, message: Announce | Finish | Abort) -> list[Effect]:
-        """P talks about a key that is not live here: definitive, as P announces only after Grant."""
-        if isinstance(message, Abort):
-            return []
-        recorded = self.stones.answer(message.key)
-        reply: TransferMessage = Abort(key=message.key, outcome=recorded or Outcome.UNKNOWN)
-        if recorded is Outcome.COMPLETE:
-            reply = Commit(key=message.key)
-        return [ToPrefiller(peer=peer, incarnation=incarnation, message=reply)]
 
     def _renew(self, now: float) -> list[Effect]:
         """One Renew per prefill worker with the keys that are still pulled from it."""

@@ -1,10 +1,21 @@
-"""What the decode role says in more than one place, in short. Pure."""
+"""What the decode role answers where no decision is left to make. Pure."""
 
 from __future__ import annotations
 
-from kvtransfer.effects import AnswerDecode
+from decode_worker.entry import Entry
+from kvtransfer.effects import AnswerDecode, Effect, ToPrefiller
 from kvtransfer.session import decode_events as table
-from pdserve.messages import Outcome, Refusal, Refused
+from pdserve.messages import (
+    Abort,
+    Announce,
+    Commit,
+    Finish,
+    Outcome,
+    Refusal,
+    Refused,
+    Reserved,
+    TransferMessage,
+)
 from pdserve.types import Key
 
 
@@ -18,3 +29,25 @@ def refused(key: Key, reason: Refusal, detail: str, *, retry_after_s: float = 0.
     """The request is not taken."""
     message = Refused(key=key, reason=reason, detail=detail, retry_after_s=retry_after_s)
     return AnswerDecode(key=key, message=message)
+
+
+def repeated(entry: Entry, page_size: int) -> list[Effect]:
+    """Guard 4: the live key's Reserve again, on another stream. What was said is said again."""
+    key = entry.session.key
+    if not entry.session.live:
+        return [refused(key, Refusal.OUTDATED_KEY, f"this try is over: {entry.session.outcome}")]
+    reserved = Reserved(key=key, mode=entry.held.mode, hit_tokens=entry.held.hit_pages * page_size)
+    again = [AnswerDecode(key=key, message=token) for token in entry.tokens]
+    return [AnswerDecode(key=key, message=reserved), *again]
+
+
+def unknown(
+    peer: str, incarnation: int, message: Announce | Finish | Abort, recorded: Outcome | None
+) -> list[Effect]:
+    """P talks about a key that is not live here: definitive, as P announces only after Grant."""
+    if isinstance(message, Abort):
+        return []
+    reply: TransferMessage = Abort(key=message.key, outcome=recorded or Outcome.UNKNOWN)
+    if recorded is Outcome.COMPLETE:
+        reply = Commit(key=message.key)
+    return [ToPrefiller(peer=peer, incarnation=incarnation, message=reply)]
