@@ -145,7 +145,8 @@ class TestCancel:
             stalled = replace(fleet.p, tcp=address, shm="")
             if not fleet.p.tcp:
                 return  # a read from shared memory is a copy: it can not stand still
-            ask = fleet.ask(prompt(13, 64), prefill_as=stalled)
+            # Long: a reader that is there from before is used, whatever the address says, and does not stall.
+            ask = fleet.ask(prompt(13, 900), prefill_as=stalled)
             call, half = dx.reserve(ask), dx.prefill(ask)
             await dx.until(fleet, fleet.d, lambda s: s.load.filling_pages > 0)
             await call.close()
