@@ -23,7 +23,7 @@ from kvtransfer.reads import Counters, Pending, ReadTable
 from kvtransfer.shm.server import same_user
 from kvtransfer.stream import PeerClosed
 from kvtransfer.transport import Done, ReaderConfig, ReadRequest, ReadStatus
-from kvtransfer.wire import Kind, WireError, unpack_whole
+from kvtransfer.wire import HEADER, Kind, WireError, unpack, unpack_whole
 from pdserve.errors import Incompatible
 
 log = logging.getLogger(__name__)
@@ -174,13 +174,18 @@ class ShmPageReader:
         return self._pool
 
     def _take_descriptor(self, sock: socket.socket) -> int:
-        wait_for(sock, select.POLLIN, self._stop, time.monotonic() + self._config.stall_s)
-        if self._stop.is_set():
-            raise PeerClosed
-        data, fds, _, _ = socket.recv_fds(sock, _MAX_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        data, fds = b"", []
+        deadline = time.monotonic() + self._config.stall_s
         try:
-            if not data:
-                raise PeerClosed
+            while not _is_whole(data):
+                wait_for(sock, select.POLLIN, self._stop, deadline)
+                if self._stop.is_set():
+                    raise PeerClosed
+                more, found, _, _ = socket.recv_fds(sock, _MAX_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+                fds += found
+                if not more:
+                    raise PeerClosed
+                data += more
             accept(unpack_whole(data, _ANSWERS), self._config)
             if len(fds) != 1:
                 raise WireError("a welcome without a descriptor")
@@ -208,6 +213,14 @@ def _copy(request: ReadRequest, pool: MappedPool) -> Copy:
         request.index,
         request.valid_rows,
     )
+
+
+def _is_whole(data: bytes) -> bool:
+    """Whether the answer's frame is there. Raises WireError for what is none."""
+    if len(data) < HEADER.size:
+        return False
+    _, body_bytes, _ = unpack(data[: HEADER.size], _ANSWERS, 0)
+    return len(data) >= HEADER.size + body_bytes
 
 
 def _left(sock: socket.socket) -> bool:
