@@ -5,7 +5,6 @@ What lives here: that process, both ends of talking to it. What does not: what i
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import io
 import json
@@ -83,7 +82,7 @@ class Source:
 
 
 def serve(page_kib: int, num_pages: int, directory: Path) -> None:
-    """The source process: all transports and a bare loop; answers each line of stdin; leaves when it closes."""
+    """The source process: all transports and a bare loop. Answers each line of stdin, leaves at its end."""
     source = Source(page_kib, num_pages)
     configs = {"shm": ("shm", {}), "tcp": ("tcp", {})}
     configs["tls"] = ("tcp", {"tls": identity(directory / "tls", "node")})
@@ -96,7 +95,7 @@ def serve(page_kib: int, num_pages: int, directory: Path) -> None:
         )
         servers[name].start()
     facts: dict[str, Any] = {name: server.endpoint() for name, server in servers.items()}
-    facts |= {"pool_id": source.pool.pool_id, "bare": _start_bare(source), "nixl bare": _region(source)}
+    facts |= {"pool_id": source.pool.pool_id, "bare": _start_bare(source)}
     print(json.dumps(facts), flush=True)
     for _ in sys.stdin:
         print(json.dumps([time.process_time(), source.pinned_s]), flush=True)
@@ -118,21 +117,6 @@ def _serve_bare(listener: socket.socket, source: Source) -> None:
     while sock.recv(1):
         for page in pages:
             sock.sendall(page)
-
-
-def _region(source: Source) -> dict[str, Any] | None:
-    """The pool registered with an agent of NIXL alone: nothing of our transport around it."""
-    if not nixl.available():
-        return None
-    global _agent  # it must live as long as the process
-    _agent = nixl.Agent("bare-source", LOOPBACK, is_source=True)
-    base, facts = nixl.address_of(source.payload(0)), source.facts
-    _agent.register(base, facts.num_pages * facts.stride_bytes)
-    metadata = base64.b64encode(_agent.metadata()).decode()
-    return {"base": base, "stride": facts.stride_bytes, "metadata": metadata}
-
-
-_agent: nixl.Agent | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

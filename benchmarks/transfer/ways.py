@@ -1,11 +1,10 @@
-"""The ways to move all pages of the source into our memory: our transports, and the plainest code beside each.
+"""The ways to move all pages of the source into our memory: our transports, and the plainest code beside.
 
-What lives here: one class for each way, and the list of those that this machine can go. What does not: the clock.
+What lives here: each way, and the list of those that this machine can go. What does not: the clock.
 """
 
 from __future__ import annotations
 
-import base64
 import ctypes
 import mmap
 import os
@@ -17,12 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
+from benchmarks.nixl_raw import raw_reads
 from benchmarks.transfer.source import LOOPBACK, Remote, identity, layout
 from kvtransfer.digest import DIGEST_BYTES, page_digest
 from kvtransfer.mover import PageMover
-from kvtransfer.nixl import agent as nixl
 from kvtransfer.shm.reader import MappedPool, ShmPageReader, map_remote_pool
 from kvtransfer.tcp.reader import TcpPageReader
 from kvtransfer.transport import PageReader, ReadDone, ReaderConfig, ReadRequest, ReadStatus, transport
@@ -36,7 +33,7 @@ NO_DIGEST = bytes(DIGEST_BYTES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way to move all pages. bases: the ways it is compared with. descriptor_bytes: of one contiguous piece."""
+    """A way to move all pages. bases: what it is compared with. descriptor_bytes: of one contiguous piece."""
 
     name: str
     pull: Callable[[], None]
@@ -152,31 +149,6 @@ def copy_and_check(pool: MappedPool, target: Target, fingerprint: str) -> None:
             raise RuntimeError("a copy went wrong")
 
 
-class BareNixl:
-    """NIXL's own numbers: one posted transfer with a descriptor for each page, polled until it is done."""
-
-    def __init__(self, region: dict[str, Any], target: Target) -> None:
-        self._agent = nixl.Agent("bare-reader", LOOPBACK, is_source=False)
-        base = nixl.address_of(target.views[0])
-        self._agent.register(base, len(target.memory))
-        self._peer = self._agent.add_peer(base64.b64decode(region["metadata"]))
-        self._size = target.page_bytes
-        self._pairs = [
-            (region["base"] + page * region["stride"], nixl.address_of(view))
-            for page, view in enumerate(target.views)
-        ]
-
-    def pull(self) -> None:
-        handle, done = self._agent.post_read(self._peer, self._pairs, self._size)
-        while not done:
-            os.sched_yield()
-            done = self._agent.is_done(handle)
-        self._agent.release(handle)
-
-    def close(self) -> None:
-        self._agent.close()
-
-
 @contextmanager
 def mapped(remote: Remote, page_kib: int) -> Iterator[MappedPool]:
     """The source's pool as shm maps it; the descriptor comes through the door like any reader's."""
@@ -220,8 +192,9 @@ def all_ways(remote: Remote, page_kib: int, target: Target) -> Iterator[list[Way
             ("bare socket", partial(pull_bare, bare, target), ()),
         ]
         if "nixl" in remote.facts:
-            agent = enter(BareNixl(remote.facts["nixl bare"], target))
-            calls.append(("NIXL itself", agent.pull, ("memcpy",)))
+            hello = request(target, pool_id, 0)
+            raw = stack.enter_context(raw_reads(config("nixl"), hello, target.views))
+            calls.append(("NIXL itself", raw.pull, ("memcpy",)))
             reader = enter(transport("nixl").reader(config("nixl")))
             readers.append(("nixl", reader, None, ("NIXL itself", "memcpy")))
         calls += [
@@ -246,8 +219,3 @@ def digest_rates(target: Target, fingerprint: str) -> dict[str, Callable[[], Non
         "digest, page in cache": partial(digest, warm),
         "digest, all pages": partial(digest, target.views),
     }
-
-
-def fold(target: Target) -> int:
-    """A sum over the target, so that nobody can say the bytes were not there."""
-    return int(np.frombuffer(target.memory, np.uint8)[::4096].sum())

@@ -290,3 +290,34 @@ def test_a_mapping_that_fails_unexpectedly_ends_the_read(
         assert destination.one(reader, 0).detail == "internal error"
         assert destination.one(reader, 1).detail == "internal error"
     assert "a page read failed" in caplog.text
+
+
+def test_the_door_opens_one_byte_at_a_time(
+    host: Host, server: PageServer, destination: Destination, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "slow.sock")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        thread = threading.Thread(target=_pass_slowly, args=(listener, server.endpoint()))
+        thread.start()
+        with closing(ShmPageReader(host.reader_config(server, endpoint=path))) as reader:
+            assert destination.one(reader, 44).status is ReadStatus.GOOD
+        thread.join()
+    destination.check_good([44])
+
+
+def _pass_slowly(listener: socket.socket, endpoint: str) -> None:
+    """Between a reader and its source, byte by byte; the descriptor goes with the last byte."""
+    near, _ = listener.accept()
+    with near, socket.socket(socket.AF_UNIX) as far:
+        far.connect(endpoint)
+        for byte in near.recv(65536):
+            far.sendall(bytes([byte]))
+        answer, fds, _, _ = socket.recv_fds(far, 4096, 4)
+        for byte in answer[:-1]:
+            near.sendall(bytes([byte]))
+        socket.send_fds(near, [answer[-1:]], fds)
+        for fd in fds:
+            os.close(fd)
+        near.recv(1)  # the reader has left

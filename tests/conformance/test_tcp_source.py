@@ -16,8 +16,10 @@ from kvtransfer.transport import PageServer, ReadStatus
 from kvtransfer.wire import HEADER, Kind, pack, unpack_whole
 from tests.conformance.page_host import (
     NUM_PAGES,
+    PAGE_BYTES,
     Host,
     content,
+    digest,
 )
 from tests.conformance.tcp_kit import (
     ANSWERS,
@@ -31,7 +33,7 @@ from tests.conformance.tcp_kit import (
     wait_count,
     wish,
 )
-from tests.conformance.transport_kit import WAIT_S, Destination
+from tests.conformance.transport_kit import WAIT_S, Destination, Gate, proxy
 
 
 @pytest.fixture(scope="module")
@@ -175,3 +177,29 @@ def test_closing_the_server_in_mid_page_drops_the_pin(host: Host, tmp_path: Path
         server.close()
         assert host.pins == {}
         assert is_closed(lazy)
+
+
+def test_pages_overwritten_while_they_wait_in_the_socket_are_a_mismatch(
+    host: Host, server: PageServer
+) -> None:
+    """A source that broke its own rules: the bytes that were not out yet changed under the pin."""
+    many = 3000
+    destination, gate = Destination(host.pool.pool_id, many), Gate(WELCOME_BYTES + FRAME_BYTES)
+    payloads = [content(page) for page in range(NUM_PAGES)]
+    with proxy(server.endpoint(), gate) as endpoint, reading(host, endpoint) as reader:
+        for slot in range(many):
+            page = slot % NUM_PAGES
+            destination.read(reader, slot, page=page, digest=digest(payloads[page], slot))
+        assert gate.reached.wait(WAIT_S)
+        assert host.wait_pinned()
+        for page in range(NUM_PAGES):
+            host.flip(page, PAGE_BYTES - 1)
+        gate.open.set()
+        found = destination.wait(many)
+    for page in range(NUM_PAGES):
+        host.flip(page, PAGE_BYTES - 1)
+    assert {done.status for done in found} == {ReadStatus.GOOD, ReadStatus.MISMATCH}
+    for done in found:
+        good = destination.target(done.read_id) == payloads[done.read_id % NUM_PAGES]
+        assert good == (done.status is ReadStatus.GOOD)
+        assert done.digest == digest(bytes(destination.target(done.read_id)), done.read_id)
