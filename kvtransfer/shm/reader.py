@@ -29,7 +29,7 @@ from pdserve.errors import Incompatible
 log = logging.getLogger(__name__)
 _ANSWERS = frozenset({Kind.WELCOME, Kind.REFUSED})
 _MAX_ANSWER_BYTES = 4096
-_BATCH_BYTES = 2 << 20  # about 0.2 ms: how long a cancelled or closed reader may still be busy
+_BATCH_BYTES = 8 << 20  # about 0.7 ms: how long a closed reader may still be busy
 _MAX_BATCH = 64
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -60,6 +61,8 @@ class Driver:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
         self._changed = asyncio.Event()
+        self._inbox: deque[Input] = deque()
+        self._inbox_due = False
         self.on(RunStep, self._run_step)
         self.on(SetGenerations, self._set_generations)
         self.on(Count, self._count)
@@ -79,8 +82,17 @@ class Driver:
 
     def feed_soon(self, make: Input) -> None:
         """The same from any thread, in the order of the calls. Without effect once the loop is closed."""
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.feed, make)
+        if self.loop.is_closed():
+            return
+        self._inbox.append(make)
+        if not self._inbox_due:  # one wake-up for all that comes before it is answered
+            self._inbox_due = True
+            self.loop.call_soon_threadsafe(self._drain_inbox)
+
+    def _drain_inbox(self) -> None:
+        self._inbox_due = False  # first: what comes from here on asks for a wake-up of its own
+        for _ in range(len(self._inbox)):
+            self.feed(self._inbox.popleft())
 
     def count(self, name: str) -> None:
         """Adds one to a counter."""
