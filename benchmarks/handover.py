@@ -43,8 +43,10 @@ BASE = "aggregated"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One request. Milliseconds; hidden: share of the wire's busy time before the last chunk's end. cpu_ms: of
-    all processes; it says what a handover costs even where others keep the machine busy."""
+    """One request. Milliseconds; hidden: share of the wire's busy time before the last chunk's end.
+
+    cpu_ms: of all processes; it says what a handover costs even where others keep the machine busy.
+    """
 
     ttft_ms: float
     cpu_ms: float

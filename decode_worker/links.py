@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 import grpc.aio
@@ -23,6 +23,7 @@ from pdserve.rpc import convert
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.credentials import Renewing, close_soon
 from pdserve.rpc.fleet_auth import authenticated
+from pdserve.rpc.outbox import MAX_BATCH
 from pdserve.rpc.v1 import transfer_pb2, transfer_pb2_grpc
 from pdserve.types import PeerRef
 
@@ -114,7 +115,7 @@ class Link:
                     self._wake.set()
                     async for response in stub.Exchange(self._requests(self._stream)):
                         failures = 0
-                        self._receive(convert.envelope_from_pb(response.envelope))
+                        self._receive([convert.envelope_from_pb(each) for each in response.envelopes])
                 except grpc.aio.AioRpcError as error:
                     log.info("link to a prefill worker broke: %s", error.code().name)
                     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
@@ -128,29 +129,38 @@ class Link:
             await asyncio.gather(*(channel.close(None) for channel in channels.all()))
 
     async def _requests(self, stream: object) -> AsyncIterator[transfer_pb2.ExchangeRequest]:
-        yield self._wrap(Renew(keys=(), answer=True))  # says who we are
+        yield self._wrap([Renew(keys=(), answer=True)])  # says who we are
         while True:
             while not self._outbox and self._stream is stream:
                 self._wake.clear()
                 await self._wake.wait()
             if self._stream is not stream:
                 return  # gRPC leaves the generator of a broken stream waiting; it must take no message
-            yield self._wrap(self._outbox.popleft())
+            yield self._wrap([self._outbox.popleft() for _ in range(min(MAX_BATCH, len(self._outbox)))])
 
-    def _wrap(self, message: TransferMessage) -> transfer_pb2.ExchangeRequest:
-        me = self._port.parts.context
-        envelope = Envelope(
-            sender=me.worker_id,
-            sender_incarnation=me.incarnation,
-            receiver_incarnation=self._peer.incarnation,
-            message=message,
-        )
-        return transfer_pb2.ExchangeRequest(envelope=convert.envelope_to_pb(envelope))
+    def _wrap(self, messages: Sequence[TransferMessage]) -> transfer_pb2.ExchangeRequest:
+        me, to = self._port.parts.context, self._peer.incarnation
+        return transfer_pb2.ExchangeRequest(
+            envelopes=(
+                convert.envelope_to_pb(
+                    Envelope(
+                        sender=me.worker_id, sender_incarnation=me.incarnation, receiver_incarnation=to,
+                        message=message,
+                    )
+                )
+                for message in messages
+            )
+        )  # fmt: skip
 
-    def _receive(self, envelope: Envelope) -> None:
-        me, peer = self._port.parts.context, self._peer
-        sender = (envelope.sender, envelope.sender_incarnation)
-        if envelope.receiver_incarnation != me.incarnation or sender != (peer.worker_id, peer.incarnation):
+    def _receive(self, envelopes: Sequence[Envelope]) -> None:
+        """All of them as one input: what they lead to is sent and planned together."""
+        me, peer = self._port.parts.context.incarnation, (self._peer.worker_id, self._peer.incarnation)
+        ours = [
+            each.message
+            for each in envelopes
+            if (each.sender, each.sender_incarnation) == peer and each.receiver_incarnation == me
+        ]
+        for _ in range(len(envelopes) - len(ours)):
             self._port.count("foreign_envelopes")
-            return
-        self._port.feed(lambda now: self._role.message(*sender, envelope.message, now))
+        if ours:
+            self._port.feed(lambda now: [e for each in ours for e in self._role.message(*peer, each, now)])

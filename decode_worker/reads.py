@@ -6,6 +6,7 @@ What lives here: readers and their completion. What does not: which pages to rea
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 
 from decode_worker.loop import DecodeRole
@@ -28,6 +29,8 @@ class Reads:
         self._role = role
         self._readers: dict[tuple[str, int, int], tuple[str, PageReader]] = {}
         self._pending: dict[int, PageReader] = {}
+        self._lock = threading.Lock()
+        self._done: list[tuple[ReadDone, str]] = []
         self._gone: OrderedDict[tuple[str, int], None] = OrderedDict()
         for name in port.parts.transports:
             transport(name)  # what is missing for one shows at start, not in the first request
@@ -59,8 +62,17 @@ class Reads:
         reader.read(request, lambda done: self._ended(done, name))
 
     def _ended(self, done: ReadDone, name: str) -> None:
-        """Any thread."""
-        self._port.feed_soon(lambda now: self._finish(done, name, now))
+        """Any thread. What ends until the control thread gets to it is one input."""
+        with self._lock:
+            is_first = not self._done
+            self._done.append((done, name))
+        if is_first:
+            self._port.feed_soon(self._finish_all)
+
+    def _finish_all(self, now: float) -> list[Effect]:
+        with self._lock:
+            ended, self._done = self._done, []
+        return [effect for done, name in ended for effect in self._finish(done, name, now)]
 
     def _finish(self, done: ReadDone, name: str, now: float) -> list[Effect]:
         self._pending.pop(done.read_id, None)

@@ -6,6 +6,7 @@ What lives here: threads that read page bytes. What does not: who may have which
 from __future__ import annotations
 
 import os
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 from kvtransfer.digest import page_digest
@@ -16,6 +17,9 @@ from pdserve import failpoints
 from pdserve.kvcache.allocator import Holder, HolderKind
 from pdserve.types import Key
 from prefill_worker.loop import PrefillRole
+
+_BATCH = 8
+"""Pages digested between two words to the control thread: a turn of that costs as much as some digests."""
 
 
 class Handoff:
@@ -34,6 +38,7 @@ class Handoff:
             fd=parts.pool.fd,
         )
         self._digests = ThreadPoolExecutor(1, thread_name_prefix="digest")
+        self._waiting: deque[ComputeDigest] = deque()
         self._servers: dict[str, PageServer] = {}
         self._pinned: dict[str, int] = {}
 
@@ -58,12 +63,27 @@ class Handoff:
 
     def digest(self, effect: ComputeDigest) -> None:
         """Handles ComputeDigest: off the control thread, answered by `digested`."""
-        self._digests.submit(self._digest, effect)
+        self._waiting.append(effect)
+        self._digests.submit(self._digest_some)
 
-    def _digest(self, effect: ComputeDigest) -> None:
+    def _digest_some(self) -> None:
+        """Digests what waits by now, or a part of it; nothing if an earlier turn has done so."""
+        batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
+        found = [(effect, self._digest(effect)) for effect in batch]
+        if found:
+            self._port.feed_soon(lambda now: self._digested(found, now))
+
+    def _digested(self, found: list[tuple[ComputeDigest, bytes]], now: float) -> list[Effect]:
+        return [
+            effect
+            for asked, value in found
+            for effect in self._role.digested(asked.key, asked.index, asked.page, value, now)
+        ]
+
+    def _digest(self, effect: ComputeDigest) -> bytes:
         failpoints.stall("announce")
         parts = self._port.parts
-        value = page_digest(
+        return page_digest(
             parts.pool.page_view(effect.page.page),
             layout=self.facts.layout,
             layer_first=0,
@@ -72,8 +92,6 @@ class Handoff:
             index=effect.index,
             valid_rows=effect.valid_rows,
         )
-        key, index, page = effect.key, effect.index, effect.page
-        self._port.feed_soon(lambda now: self._role.digested(key, index, page, value, now))
 
     # -- PageSource: any thread -------------------------------------------------------------------------
 

@@ -7,25 +7,24 @@ page bytes (`prefill_worker.handoff`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from grpc.aio import ServicerContext
 
 from kvtransfer.effects import AnswerPrefill, ComputeDigest, ToDecoder
 from kvtransfer.port import WorkerPort
-from pdserve.errors import StalePeer
+from pdserve.errors import InvalidRequest, StalePeer
 from pdserve.messages import Envelope, Outcome, Prefilled, Refused
 from pdserve.rpc import convert
+from pdserve.rpc.outbox import Outbox
 from pdserve.rpc.server import RpcServer
 from pdserve.rpc.v1 import prefill_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from pdserve.types import Key
 from prefill_worker.handoff import Handoff
 from prefill_worker.loop import PrefillRole
 
-MAX_OUTBOX = 16384
 Context = ServicerContext[Any, Any]
-Outbox = asyncio.Queue[Envelope]
 
 
 class PrefillDriver(
@@ -39,7 +38,7 @@ class PrefillDriver(
         self.role = PrefillRole(parts.context, parts.pages, parts.scheduler)
         self._handoff = Handoff(port, self.role)
         self._calls: dict[Key, list[asyncio.Future[Prefilled | Refused]]] = {}
-        self._outboxes: dict[tuple[str, int], Outbox] = {}
+        self._outboxes: dict[tuple[str, int], Outbox[Envelope]] = {}
         port.on(AnswerPrefill, self._answer)
         port.on(ToDecoder, self._send)
         port.on(ComputeDigest, self._handoff.digest)
@@ -113,17 +112,21 @@ class PrefillDriver(
         self, request_iterator: AsyncIterator[transfer_pb2.ExchangeRequest], context: Context
     ) -> AsyncIterator[transfer_pb2.ExchangeResponse]:
         """A decode worker dialled. Its first envelope says who it is; the stream serves that incarnation."""
-        first = convert.envelope_from_pb((await anext(request_iterator)).envelope)
+        hello = [convert.envelope_from_pb(each) for each in (await anext(request_iterator)).envelopes]
+        if not hello:
+            raise InvalidRequest.field("envelopes", "a stream begins with who it is")
+        first = hello[0]
         if first.receiver_incarnation != self._port.parts.context.incarnation:
             raise StalePeer("this worker was restarted since")
         peer = (first.sender, first.sender_incarnation)
-        outbox: Outbox = asyncio.Queue(MAX_OUTBOX)
+        outbox: Outbox[Envelope] = Outbox()
         self._outboxes[peer] = outbox
-        self._receive(first)
+        self._receive(hello, peer)
         reader = asyncio.create_task(self._read(request_iterator, peer))
+        reader.add_done_callback(lambda _: outbox.close())
         try:
-            while (envelope := await _next(outbox, reader)) is not None:
-                yield transfer_pb2.ExchangeResponse(envelope=convert.envelope_to_pb(envelope))
+            while batch := await outbox.take():
+                yield transfer_pb2.ExchangeResponse(envelopes=map(convert.envelope_to_pb, batch))
         finally:
             reader.cancel()
             if self._outboxes.get(peer) is outbox:
@@ -133,43 +136,30 @@ class PrefillDriver(
         self, requests: AsyncIterator[transfer_pb2.ExchangeRequest], peer: tuple[str, int]
     ) -> None:
         async for request in requests:
-            envelope = convert.envelope_from_pb(request.envelope)
-            if (envelope.sender, envelope.sender_incarnation) == peer:
-                self._receive(envelope)
-            else:
-                self._port.count("foreign_envelopes")
+            self._receive([convert.envelope_from_pb(each) for each in request.envelopes], peer)
 
-    def _receive(self, envelope: Envelope) -> None:
-        if envelope.receiver_incarnation != self._port.parts.context.incarnation:
+    def _receive(self, envelopes: Sequence[Envelope], peer: tuple[str, int]) -> None:
+        """All of them as one input: what they lead to is sent and planned together."""
+        me = self._port.parts.context.incarnation
+        ours = [
+            each.message
+            for each in envelopes
+            if (each.sender, each.sender_incarnation) == peer and each.receiver_incarnation == me
+        ]
+        for _ in range(len(envelopes) - len(ours)):
             self._port.count("foreign_envelopes")
-            return
-        sender, incarnation = envelope.sender, envelope.sender_incarnation
-        self._port.feed(lambda now: self.role.message(sender, incarnation, envelope.message, now))
+        if ours:
+            self._port.feed(lambda now: [e for each in ours for e in self.role.message(*peer, each, now)])
 
     def _send(self, effect: ToDecoder) -> None:
         """Queues a message; with no stream, or a full queue, it is lost and a timer repeats it."""
         outbox = self._outboxes.get((effect.peer, effect.incarnation))
-        if outbox is None or outbox.full():
-            self._port.count("unsent_messages")
-            return
         me = self._port.parts.context
-        outbox.put_nowait(
-            Envelope(
-                sender=me.worker_id,
-                sender_incarnation=me.incarnation,
-                receiver_incarnation=effect.incarnation,
-                message=effect.message,
-            )
+        envelope = Envelope(
+            sender=me.worker_id,
+            sender_incarnation=me.incarnation,
+            receiver_incarnation=effect.incarnation,
+            message=effect.message,
         )
-
-
-async def _next(outbox: Outbox, reader: asyncio.Task[None]) -> Envelope | None:
-    """The next envelope to send; None when the other side's stream is over."""
-    if not outbox.empty():
-        return outbox.get_nowait()
-    getter = asyncio.ensure_future(outbox.get())
-    try:
-        await asyncio.wait({getter, reader}, return_when=asyncio.FIRST_COMPLETED)
-        return getter.result() if getter.done() else None
-    finally:
-        getter.cancel()
+        if outbox is None or not outbox.put(envelope):
+            self._port.count("unsent_messages")

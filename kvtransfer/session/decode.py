@@ -271,7 +271,7 @@ class DecodeSession:
         return self._maybe_run()
 
     def _maybe_run(self) -> list[DEffect]:
-        if self.finish is None or self.verified_prefix < self.num_pages:
+        if self.finish is None or self.num_verified < len(self.want):
             return []
         seen = [(i, p.announce.digest) for i, p in sorted(self.pages.items())]
         same = digest_of_digests(seen, finish_record(self.finish)) == self.finish.digest_of_digests

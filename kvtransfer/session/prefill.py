@@ -68,7 +68,10 @@ class _Page:
 
 @dataclass(slots=True, kw_only=True)
 class PrefillSession:
-    """State of one key on the prefill side. lease_s is L; times are on the local monotonic clock."""
+    """State of one key on the prefill side. lease_s is L; times are on the local monotonic clock.
+
+    ready: held and digested, not announced yet. unproven: not held, and to be digested again.
+    """
 
     key: Key
     lease_s: float
@@ -78,6 +81,9 @@ class PrefillSession:
     want: set[int] = field(default_factory=set)
     credit: int = 0
     pages: dict[int, _Page] = field(default_factory=dict)
+    num_announced: int = 0
+    ready: set[int] = field(default_factory=set)
+    unproven: set[int] = field(default_factory=set)
     first: FirstToken | None = None
     computing: bool = False
     lease_until: float = 0.0
@@ -104,10 +110,6 @@ class PrefillSession:
             return float("inf")
         return min(self.lease_until, self.deadline_at, self.repeat_at)
 
-    @property
-    def num_announced(self) -> int:
-        return sum(1 for p in self.pages.values() if p.announced)
-
     def uses(self, page: PageName) -> bool:
         """Whether this request's prompt has that page, sent or not."""
         return self.live and any(p.sealed.page == page for p in self.pages.values())
@@ -116,7 +118,7 @@ class PrefillSession:
     def proving(self) -> bool:
         """Whether a cached page that decode does not ask for is still to be shown unchanged. Decode can not
         see that one's bytes, only pages that were computed from it."""
-        return any(p.rehashing and not p.held for p in self.pages.values())
+        return bool(self.unproven)
 
     # -- the table --------------------------------------------------------------------------------------
 
@@ -199,10 +201,13 @@ class PrefillSession:
         known = self.pages.get(event.index)
         if known is not None and (known.held or known.acked or known.announced):
             return []
+        self.unproven.discard(event.index)
         page = self.pages[event.index] = _Page(sealed=event, digest=event.digest)
         if event.index in self.want:
             return self._want_page(event.index)
         page.rehashing = event.digest is not None
+        if page.rehashing:
+            self.unproven.add(event.index)
         return [PRehash(index=event.index, page=event.page, valid_rows=event.valid_rows)]
 
     def _want_page(self, index: int) -> list[PEffect]:
@@ -210,6 +215,7 @@ class PrefillSession:
         if index not in self.want or page.held or page.acked:
             return []
         page.held = True
+        self.unproven.discard(index)
         return [PHold(index=index, page=page.sealed.page, valid_rows=page.sealed.valid_rows)]
 
     def _on_digested(self, event: Digested, now: float) -> list[PEffect]:
@@ -221,6 +227,9 @@ class PrefillSession:
             return [PUnpublish(page=page.sealed.page), *stop]
         again = page.rehashing and page.held and page.announced
         page.rehashing, page.digest = False, event.digest
+        self.unproven.discard(event.index)
+        if page.held and not page.announced:
+            self.ready.add(event.index)
         out: list[PEffect] = [PSend(message=self._announcement(event.index, page))] if again else []
         if self.first is not None and not self.proving:
             out.append(PDropRequest())
@@ -238,22 +247,19 @@ class PrefillSession:
         if self.proving:
             return []
         out: list[PEffect] = []
-        left = self.credit - self.num_announced
-        for index in sorted(self.pages):
+        for index in sorted(self.ready)[: max(0, self.credit - self.num_announced)]:
             page = self.pages[index]
-            if left <= 0:
-                break
-            if page.held and page.digest is not None and not page.announced:
-                page.announced = True
-                self.repeat_at = min(self.repeat_at, now + self.lease_s / 4)
-                left -= 1
-                out.append(PSend(message=self._announcement(index, page)))
+            page.announced = True
+            self.ready.discard(index)
+            self.num_announced += 1
+            self.repeat_at = min(self.repeat_at, now + self.lease_s / 4)
+            out.append(PSend(message=self._announcement(index, page)))
         return out + self._maybe_finish(now)
 
     def _maybe_finish(self, now: float) -> list[PEffect]:
         if self.state is not PState.COMPUTE or self.first is None or self.proving:
             return []
-        if any(i not in self.pages or not self.pages[i].announced for i in self.want):
+        if self.num_announced < len(self.want):  # what is announced is wanted
             return []
         self.state = PState.SENT
         self.repeat_at = now + self.lease_s / 4
@@ -299,6 +305,8 @@ class PrefillSession:
         if not page.held:
             return []
         page.held = False
+        if page.rehashing:
+            self.unproven.add(index)
         return [PDrop(index=index, page=page.sealed.page)]
 
     def _on_nack(self, event: Nack, now: float) -> list[PEffect]:

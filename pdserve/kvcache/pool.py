@@ -13,6 +13,7 @@ decides in any case.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -137,10 +138,14 @@ class KVPool(_Mapping):
         self._generations[self._checked(page)] = generation
 
     def prefault(self) -> None:
-        """Backs all pages with memory now, keeping their content. Costs their full size and some time."""
+        """Backs all pages with memory now, keeping their content. Costs their full size and some time. Raises
+        InternalError if there is no room."""
         try:
             self._map.madvise(_MADV_POPULATE_WRITE)
-        except (OSError, ValueError):  # an older kernel: touch every page
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", errno.EINVAL) != errno.EINVAL:
+                raise _no_room() from error
+            # an older kernel: touch every page
             torch.frombuffer(self._map, dtype=torch.uint8)[::PAGE_ALIGN_BYTES].add_(0)
 
     def close(self) -> None:

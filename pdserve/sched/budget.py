@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdserve.sched.config import SchedConfig
+from pdserve.sched.plan import SeqKind
 from pdserve.sched.sequence import Seq
 
 
@@ -40,6 +41,12 @@ class Budget:
         return rows
 
     def _chunk(self, seq: Seq) -> int:
-        """Rows up to the next absolute chunk border, or to the end of the tokens."""
-        size = self._config.chunk_tokens
-        return min((seq.num_computed // size + 1) * size, len(seq.tokens)) - seq.num_computed
+        """Rows up to the next absolute chunk border, or to the end of the tokens; see also `tail_tokens`."""
+        size, tail = self._config.chunk_tokens, self._config.tail_tokens
+        end = min((seq.num_computed // size + 1) * size, len(seq.tokens))
+        rows = end - seq.num_computed
+        handed_over = seq.spec.kind is SeqKind.PREFILL_ONLY and not self._config.deterministic
+        if handed_over and tail and seq.num_computed and end == len(seq.tokens) and rows > 2 * tail:
+            page = self._config.page_size  # whole pages before it, so that all of them move meanwhile
+            return (end - tail) // page * page - seq.num_computed
+        return rows

@@ -22,6 +22,9 @@ class SchedConfig:
     """Sequences admitted at the same time."""
     deterministic: bool = False
     """A chunk runs whole or not at all, so that its borders do not depend on neighbours."""
+    tail_tokens: int = 0
+    """A last chunk of more than twice so many tokens, of a prompt that is handed over, is split so that about
+    as many are left for the end; 0: never. No later chunk hides the transfer of the last one's pages."""
     floor_pages: int = 0
     """Pages that `StepScheduler.reserve` leaves available (protocol.md §5, the prefill floor)."""
     prefix_caching: bool = True
@@ -37,8 +40,9 @@ class SchedConfig:
         for name in ("page_size", "chunk_tokens", "token_budget", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1")
-        if self.floor_pages < 0:
-            raise ConfigError("floor_pages: must not be negative")
+        for name in ("floor_pages", "tail_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must not be negative")
 
     @property
     def least_prefill_rows(self) -> int:

@@ -37,7 +37,7 @@ def page_name_from_pb(message: pb.PageName) -> PageName:
 
 
 def envelope_to_pb(value: Envelope) -> pb.Envelope:
-    """Put it into an ExchangeRequest (D → P) or an ExchangeResponse (P → D)."""
+    """One of an ExchangeRequest (D → P) or an ExchangeResponse (P → D)."""
     out = pb.Envelope(
         sender=value.sender,
         sender_incarnation=value.sender_incarnation,

@@ -335,19 +335,21 @@ Global___Envelope: _TypeAlias = Envelope  # noqa: Y015
 
 @_typing.final
 class ExchangeRequest(_message.Message):
+    """What was ready to be sent at one moment, in order; a page's messages are far smaller than what carries them."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    ENVELOPE_FIELD_NUMBER: _builtins.int
+    ENVELOPES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def envelope(self) -> Global___Envelope: ...
+    def envelopes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Envelope]: ...
     def __init__(
         self,
         *,
-        envelope: Global___Envelope | None = ...,
+        envelopes: _abc.Iterable[Global___Envelope] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["envelope", b"envelope"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["envelope", b"envelope"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["envelopes", b"envelopes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -357,17 +359,17 @@ Global___ExchangeRequest: _TypeAlias = ExchangeRequest  # noqa: Y015
 class ExchangeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    ENVELOPE_FIELD_NUMBER: _builtins.int
+    ENVELOPES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def envelope(self) -> Global___Envelope: ...
+    def envelopes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Envelope]: ...
     def __init__(
         self,
         *,
-        envelope: Global___Envelope | None = ...,
+        envelopes: _abc.Iterable[Global___Envelope] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["envelope", b"envelope"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["envelope", b"envelope"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["envelopes", b"envelopes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
