@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from pdserve.cli.connection import Router
 from pdserve.cli.phases import Phases, warn
 from pdserve.cli.platforms import require_transport
 from pdserve.cli.router_child import RouterChild, router_arguments
+from pdserve.cli.router_keeper import RouterKeeper
 from pdserve.cli.stopping import StopSignals
 from pdserve.cli.workers import describe, ray_of, start_workers, telling_logs, wait_workers
 from pdserve.client import Client
@@ -21,8 +23,8 @@ from pdserve.errors import Unavailable
 from pdserve.fleet.handle import FleetHandle
 from pdserve.fleet.rundirs import run_directory
 
-EXIT_OK, EXIT_ROUTER_LOST, EXIT_INTERRUPTED = 0, 1, 130
-WATCH_S = 0.5
+EXIT_OK, EXIT_INTERRUPTED = 0, 130
+WATCH_S = 0.1
 
 
 def run(config: ServeConfig, file: Path | None) -> int:
@@ -38,11 +40,13 @@ def run(config: ServeConfig, file: Path | None) -> int:
     with StopSignals() as signals, contextlib.ExitStack() as stack:
         try:
             router, fleet = _start(config, file, phases, secret, stack)
-            _ready(router, config, phases)
+            _ready(router.child, config, phases)
             signals.serving()
-            code = _serve(router, signals)
+            while not signals.requested.wait(WATCH_S):
+                router.watch()
             signals.draining()
-            _stop(router, fleet, config, phases)
+            _stop(router.child, fleet, config, phases)
+            code = EXIT_OK
         except KeyboardInterrupt:
             phases.say("interrupted: ending everything now")
             code = EXIT_INTERRUPTED
@@ -54,21 +58,34 @@ def run(config: ServeConfig, file: Path | None) -> int:
 
 def _start(
     config: ServeConfig, file: Path | None, phases: Phases, secret: str, stack: contextlib.ExitStack
-) -> tuple[RouterChild, FleetHandle]:
+) -> tuple[RouterKeeper, FleetHandle]:
     """Starts all parts. What has been started is ended by the stack, whatever happens."""
     run_dir = stack.enter_context(run_directory("up"))
     with phases.phase("router", f"starting on {config.host}:{config.port}"):
-        router = RouterChild.start(router_arguments(config, file), secret)
+        router = RouterKeeper(lambda *ports: _start_router(config, file, secret, ports), say=warn)
     stack.callback(router.kill)
     logs = stack.enter_context(ray_of(config, phases))
-    routers = (advertised(router.address),)
+    routers = (advertised(router.child.address),)
     fleet = start_workers(config, phases, secret=secret, routers=routers, run_dir=run_dir)
     stack.callback(fleet.shutdown, 0.0)
     with telling_logs(logs):
         wait_workers(fleet, config, phases)
     with phases.phase("join", "waiting until the router has met every worker"):
-        _wait_met(_dialled(router, config), sum(config.wanted().values()), config.start_timeout_s)
+        _wait_met(_dialled(router.child, config), sum(config.wanted().values()), config.start_timeout_s)
     return router, fleet
+
+
+def _start_router(
+    config: ServeConfig, file: Path | None, secret: str, ports: tuple[int | None, int | None]
+) -> RouterChild:
+    """ports: for gRPC and metrics; None where the configuration decides."""
+    port, metrics_port = ports
+    config = replace(
+        config,
+        port=config.port if port is None else port,
+        metrics_port=config.metrics_port if metrics_port is None else metrics_port,
+    )
+    return RouterChild.start(router_arguments(config, file), secret)
 
 
 def _dialled(router: RouterChild, config: ServeConfig) -> Router:
@@ -107,14 +124,6 @@ def _ready(router: RouterChild, config: ServeConfig, phases: Phases) -> None:
         f"  {metrics}Ctrl-C drains and stops",
         flush=True,
     )
-
-
-def _serve(router: RouterChild, signals: StopSignals) -> int:
-    while not signals.requested.wait(WATCH_S):
-        if not router.alive():
-            warn("the router ended by itself; stopping everything")
-            return EXIT_ROUTER_LOST
-    return EXIT_OK
 
 
 def _stop(router: RouterChild, fleet: FleetHandle, config: ServeConfig, phases: Phases) -> None:

@@ -33,7 +33,7 @@ def channel_options(
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.min_reconnect_backoff_ms", int(connect_s * 1000)),  # the limit of one attempt
-        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 300),
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),
     ]

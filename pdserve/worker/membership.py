@@ -24,7 +24,8 @@ HEARTBEAT_S = 0.5
 FIRST_BEATS, FIRST_BEAT_S = 8, 0.05
 """A new stream begins with a few quick ones, so that the router knows our clock at once."""
 FIRST_RETRY_S = 0.1
-LAST_RETRY_S = 2.0
+LAST_RETRY_S = 0.25
+"""A router that is back has to serve within two seconds (reliability.md), and knows nobody by then."""
 
 
 class Membership:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -15,6 +16,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from pdserve.client import Client, Result
+from pdserve.errors import Unavailable
 
 END_S = 60.0
 
@@ -172,6 +176,36 @@ def test_engine_processes_run_with_the_settings_of_colocated_roles(up: Up) -> No
         assert environ["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
 
 
+def incarnations(up: Up) -> dict[str, int]:
+    workers = json.loads(up.run("status", "--json").stdout)["workers"]
+    return {w["record"]["peer"]["worker_id"]: w["record"]["peer"]["incarnation"] for w in workers}
+
+
+def first_answer(address: str, limit_s: float) -> Result:
+    """The answer to a request once there is a router that serves; others do not know the address."""
+    end = time.monotonic() + limit_s
+    while True:
+        try:
+            with Client(address) as client:
+                return client.generate("The capital of France is", max_tokens=6, temperature=0.0).result()
+        except Unavailable:
+            assert time.monotonic() < end, "no router came back"
+
+
+def test_a_killed_router_is_started_again_and_the_same_workers_join_it(up: Up) -> None:
+    wanted, before = first_answer(up.address, 1.0), incarnations(up)
+    for turn in range(2):
+        (router,) = (p for p in up.tree() if "pdserve.cli" in p.cmdline() and "router" in p.cmdline())
+        router.kill()
+        killed = time.monotonic()
+        found = first_answer(up.address, 30.0)
+        print(f"turn {turn}: served again {time.monotonic() - killed:.2f} s after its death")
+        assert found.text == wanted.text
+        assert (found.ledger.prefill_worker, found.ledger.decode_worker) == ("prefill-0", "decode-0")
+        assert incarnations(up) == before, "nobody else was restarted"
+    assert up.process.poll() is None
+
+
 def test_ctrl_c_drains_and_leaves_nothing(up: Up) -> None:
     long = ("generate", "One, two,", "--max-tokens", "200", "--ignore-eos", "--json")
     running = subprocess.Popen(
@@ -221,3 +255,16 @@ def test_sigterm_while_it_starts_leaves_nothing(moment: str) -> None:
     assert "interrupted" in text
     assert left_of(process.pid) == []
     assert run_directories(process.pid) == []
+
+
+def test_what_is_started_does_not_outlive_a_killed_up() -> None:
+    """Ray's two agents end by themselves, but they take a minute to believe that their raylet is gone."""
+    process = start()
+    read_until(process, "workers: starting")
+    children = psutil.Process(process.pid).children(recursive=True)
+    tree = [child for child in children if "Agent" not in child.name()]
+    assert len(tree) > 4
+    process.kill()
+    process.wait(END_S)
+    psutil.wait_procs(tree, timeout=END_S)
+    assert [child for child in tree if child.is_running()] == []

@@ -105,6 +105,10 @@ class StatusOf:
         request = cluster_pb2.GetWorkerStatusRequest(no_integrity_check=not check)
         return convert.worker_state_from_pb(self._stub.GetWorkerStatus(request, timeout=30))
 
+    def drain(self, timeout_s: float) -> cluster_pb2.DrainResponse:
+        """Has it take nothing new, and waits until the rest is done, or for so many seconds."""
+        return self._stub.Drain(cluster_pb2.DrainRequest(timeout_s=timeout_s), timeout=timeout_s + 30)
+
     def close(self) -> None:
         """Ends the connection."""
         self._channel.close()
