@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pdserve.errors import Overloaded
 
@@ -29,8 +29,8 @@ class QueueLimits:
 class Waiting:
     """One queued request. Times on the router's monotonic clock.
 
-    arrival: sequence number of the first admission; kept over tries, so a retry goes first. tried: it has
-    been sent to workers before, so it is never shed.
+    arrival: sequence number of the first admission; kept over tries, so a retry goes first. tried: a try of
+    it has failed before, so it is never shed; a mere refusal (full, draining) is no such try.
     """
 
     request_id: str
@@ -82,7 +82,7 @@ class AdmissionQueue:
 
     def requeue(self, entry: Waiting) -> None:
         """Takes a request back for another try, whatever the bounds: it was admitted once."""
-        self._insert(replace(entry, tried=True))
+        self._insert(entry)
 
     def first(self) -> Waiting | None:
         """The next request, or None; it stays. Nobody overtakes it, so that large ones get their turn."""

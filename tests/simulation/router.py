@@ -178,7 +178,7 @@ class SimRouter:
         return Waiting(
             request_id=request.wish.name, priority=request.wish.priority, arrival=request.arrival,
             tokens=len(request.wish.prompt) + len(request.got), queued_at=request.queued_at,
-            deadline_at=request.deadline_at + offset, tried=request.state.next_epoch > 0,
+            deadline_at=request.deadline_at + offset, tried=request.state.num_tries > 0,
         )  # fmt: skip
 
     def _shed(self, entry: Waiting) -> None:

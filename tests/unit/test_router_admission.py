@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,10 +36,18 @@ def test_a_retry_keeps_its_place_and_passes_the_bounds() -> None:
     queue.take("1", 0.0)
     for n in (2, 3):
         queue.offer(entry(n), 0.0)
-    queue.requeue(first)
+    queue.requeue(replace(first, tried=True))
     assert order(queue) == ["1", "2", "3"]
     assert queue.expired(1e6) == (entry(2), entry(3))
     assert order(queue) == ["1"]
+
+
+def test_who_was_only_refused_does_not_wait_for_ever() -> None:
+    queue = AdmissionQueue(QueueLimits(max_wait_s=5.0))
+    queue.offer(entry(1), 0.0)
+    queue.take("1", 0.0)
+    queue.requeue(entry(1))  # every worker was full or draining: nothing was started anywhere
+    assert queue.expired(5.0) == (entry(1),)
 
 
 @pytest.mark.parametrize("limits", [QueueLimits(max_requests=2), QueueLimits(max_tokens=20)])
