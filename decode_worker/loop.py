@@ -271,7 +271,9 @@ class DecodeRole:
         self, call: Reserve, held: Reservation, facts: ticket.TicketFacts, *, arrival: float, now: float
     ) -> list[Effect]:
         ctx = self._ctx
-        session = DecodeSession(key=call.key, lease_s=ctx.lease_s, credit_pages=ctx.credit_pages)
+        session = DecodeSession(
+            key=call.key, lease_s=ctx.lease_s, credit_pages=ctx.credit_pages, num_ranks=ctx.num_ranks
+        )
         entry = Entry(
             session=session,
             call=call,

@@ -17,15 +17,16 @@ from kvtransfer.transport import ReadStatus
 from pdserve.kvcache.allocator import Holder, HolderKind, PageState
 from pdserve.kvcache.manager import PageManager
 from pdserve.messages import Announce
-from pdserve.types import Key
+from pdserve.types import Key, PeerRef
 
 
 @dataclass(slots=True, kw_only=True)
 class Read:
-    """One page read in flight."""
+    """One rank's page read in flight."""
 
     entry: Entry
     index: int
+    rank: int
     page: int
     started_at: float
 
@@ -67,27 +68,24 @@ class Pulls:
             return [Count(name="wrong_content_key")]
         entry.announced_at = entry.announced_at or now
         entry.pages.announced(announce.index, announce.sealed_s, now)
+        if self._pages.state(entry.held.pages[announce.index]) is PageState.RESERVED:
+            self._pages.fill(entry.held.pages[announce.index])
+        return [self._start(entry, announce, rank, peer, now) for rank in range(self._ctx.num_ranks)]
+
+    def _start(self, entry: Entry, announce: Announce, rank: int, peer: PeerRef, now: float) -> StartRead:
+        """One rank's read, with a pin of its own. An announced digest has one of each part, in order."""
         read_id, page = self._next, entry.held.pages[announce.index]
         self._next += 1
-        self._reads[read_id] = Read(entry=entry, index=announce.index, page=page, started_at=now)
+        self._reads[read_id] = Read(entry=entry, index=announce.index, rank=rank, page=page, started_at=now)
         self._by_key.setdefault(entry.session.key, set()).add(read_id)
         self._young.append(read_id)
         self._pages.hold(page, Holder(HolderKind.IO, f"read:{read_id}"))
-        if self._pages.state(page) is PageState.RESERVED:
-            self._pages.fill(page)
-        return [
-            StartRead(
-                read_id=read_id,
-                peer=peer,
-                key=announce.key,
-                ticket=entry.call.ticket,
-                source=announce.page,
-                index=announce.index,
-                valid_rows=announce.valid_rows,
-                digest=announce.digest,
-                target_page=page,
-            )
-        ]
+        size = len(announce.digest) // self._ctx.num_ranks
+        return StartRead(
+            read_id=read_id, peer=peer, key=announce.key, ticket=entry.call.ticket, source=announce.page,
+            index=announce.index, valid_rows=announce.valid_rows,
+            digest=announce.digest[rank * size : (rank + 1) * size], target_page=page, rank=rank,
+        )  # fmt: skip
 
     def cancel(self, entry: Entry) -> list[Effect]:
         """Cancels the reads of one key that have not begun."""
@@ -106,11 +104,11 @@ class Pulls:
         good = status is ReadStatus.GOOD
         read.entry.pages.ended(read.index, arrived=stamps[0], verified=stamps[1], good=good)
         if good:
-            read.entry.moved_pages += 1
+            read.entry.moved_pages += read.rank == 0
             read.entry.path = path
         elif status is ReadStatus.MISMATCH:
             read.entry.resent += 1
-        return read.entry, ReadEnded(index=read.index, status=status, digest=digest)
+        return read.entry, ReadEnded(index=read.index, status=status, digest=digest, rank=read.rank)
 
     def tick(self, now: float) -> list[Effect]:
         """A read over one lease is cancelled, which ends it if it has not begun. One that was begun and

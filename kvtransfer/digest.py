@@ -71,12 +71,13 @@ def page_digest(
 
 def digest_of_digests(pairs: Iterable[tuple[int, bytes]], record: bytes = b"") -> bytes:
     """16 bytes over (index, digest) pairs, in whatever order they come, and a record that belongs to them.
-    Raises ValueError for an index given twice or a digest of another length."""
+    A digest is 16 bytes for each rank's part of the page. Raises ValueError for an index given twice or a
+    digest of another length."""
     hasher = xxhash.xxh3_128(_ALL_MAGIC + struct.pack(">Q", len(record)) + record)
     last = -1
     for index, digest in sorted(pairs):
-        if index <= last or len(digest) != DIGEST_BYTES:
-            raise ValueError("page digests must be 16 bytes each, one per index")
-        hasher.update(struct.pack(">Q", index) + digest)
+        if index <= last or not digest or len(digest) % DIGEST_BYTES:
+            raise ValueError("page digests must be 16 bytes for each rank, one per index")
+        hasher.update(struct.pack(">QH", index, len(digest)) + digest)
         last = index
     return bytes(hasher.digest())

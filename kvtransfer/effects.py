@@ -56,7 +56,10 @@ class Dial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRead:
-    """Pull one page of the peer's pool into `target_page` of ours, then report ReadDone(read_id)."""
+    """Pull one page of the peer's pool into `target_page` of ours, then report ReadDone(read_id).
+
+    rank: whose part of the page it is; digest: of that part.
+    """
 
     read_id: int
     peer: PeerRef
@@ -67,6 +70,7 @@ class StartRead:
     valid_rows: int
     digest: bytes
     target_page: int
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 
+from kvtransfer import verdict
 from kvtransfer.digest import PageDigester
 from kvtransfer.hello import digest_header
 from kvtransfer.transport import Done, ReadDone, ReaderConfig, ReadRequest, ReadStatus
@@ -208,7 +209,8 @@ class ReadTable:
                 self._forget(pending)
         self._counters.add("bytes", len(found) * self._config.page_bytes)
         for pending, digest in found:
-            status = ReadStatus.GOOD if digest == pending.request.digest else ReadStatus.MISMATCH
+            intact = verdict.is_intact(digest, pending.request.digest)
+            status = verdict.verdict(stale=False, intact=intact)
             self._report(pending, status, digest=digest, verified_s=monotonic())
 
     def end(self, pending: Pending, status: ReadStatus, *, detail: str = "") -> None:

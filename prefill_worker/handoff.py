@@ -13,6 +13,7 @@ from kvtransfer.digest import page_digest
 from kvtransfer.effects import ComputeDigest, Effect
 from kvtransfer.port import WorkerPort
 from kvtransfer.transport import PageServer, PoolFacts, ServerConfig, transport
+from kvtransfer.verdict import is_stale
 from pdserve import failpoints
 from pdserve.kvcache.allocator import Holder, HolderKind
 from pdserve.types import Key
@@ -114,7 +115,7 @@ class Handoff:
         pages = self._port.parts.pages
         transfer = Holder(HolderKind.TRANSFER, str(key))
         with self._port.lock:
-            if pages.generation(page) != generation or transfer not in pages.holders(page):
+            if is_stale(pages.generation(page), generation) or transfer not in pages.holders(page):
                 return False
             pages.hold(page, Holder(HolderKind.IO, pin_id))
             self._pinned[pin_id] = page

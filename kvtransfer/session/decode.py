@@ -59,22 +59,42 @@ class _Incoming:
     """What is known of one wanted page."""
 
     announce: Announce
-    reading: bool = False
     verified: bool = False
     reads: int = 0
+    moving: set[int] = field(default_factory=set)
+    failed: ReadEnded | None = None
+
+    @property
+    def reading(self) -> bool:
+        """Whether a rank may still write its part."""
+        return bool(self.moving)
+
+    def begin(self, num_ranks: int) -> None:
+        """Every rank reads its part."""
+        self.reads += 1
+        self.moving, self.failed = set(range(num_ranks)), None
+
+    def ended(self, event: ReadEnded) -> ReadEnded | None:
+        """A rank's read ended. The page's end, once it was the last one's: good if all were (protocol.md)."""
+        self.moving.discard(event.rank)
+        if event.status is not ReadStatus.GOOD:
+            self.failed = self.failed or event
+        return None if self.moving else self.failed or event
 
 
 @dataclass(slots=True, kw_only=True)
 class DecodeSession:
     """State of one key on the decode side. lease_s is L; times are on the local monotonic clock.
 
-    credit_pages: pages that may be announced beyond the verified ones. granted: the credit given so far.
+    credit_pages: pages that may be announced beyond the verified ones. num_ranks: of this replica; a page is
+    verified, and a key quiet, when it is so on all of them. granted: the credit given so far.
     taken: pages that a lower key of this request had verified. next_index: of the next token to emit.
     """
 
     key: Key
     lease_s: float
     credit_pages: int = 256
+    num_ranks: int = 1
     state: DState = DState.PULL
     num_pages: int = 0
     hit_pages: int = 0
@@ -148,7 +168,7 @@ class DecodeSession:
             case ReadEnded():
                 return self._on_read(event, now)
             case WrongPage():
-                self.pages[event.index].reading = False
+                self.pages[event.index].moving.clear()
                 return self._switch("prefill announced a page of another prefix", tell_peer=True)
             case Finish():
                 return self._on_finish(event, now)
@@ -234,13 +254,15 @@ class DecodeSession:
         if page.reading:
             return []
         page.announce = event
-        page.reading = True
-        page.reads += 1
+        page.begin(self.num_ranks)
         return [DRead(announce=event)]
 
     def _on_read(self, event: ReadEnded, now: float) -> list[DEffect]:
         page = self.pages[event.index]
-        page.reading = False
+        last = page.ended(event)
+        if last is None:
+            return []
+        event = last
         if self.state is DState.PULL and event.status is ReadStatus.GOOD:
             page.verified = True
             self.num_verified += 1
@@ -254,8 +276,7 @@ class DecodeSession:
         if event.status is ReadStatus.MISMATCH and page.reads < MAX_READS:
             return [DSend(message=Nack(key=self.key, index=event.index, digest=event.digest))]
         if event.status is ReadStatus.FAILED and page.reads < MAX_READS:
-            page.reading = True
-            page.reads += 1
+            page.begin(self.num_ranks)
             return [DRead(announce=page.announce)]
         return self._switch(f"page could not be read: {event.status}", tell_peer=True)
 

@@ -29,11 +29,12 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadEnded:
-    """The local transport reports that a read ended; nothing touches the target page any more."""
+    """The local transport reports that a rank's read ended; nothing touches its part of the page any more."""
 
     index: int
     status: ReadStatus
     digest: bytes
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ class RoleContext:
     on. max_num_seqs: live requests at most. secret: the fleet's ticket key. decode_pace_s: see WorkerConfig.
     host_id: equal for workers that share a machine. credit_pages: pages that prefill may have announced
     beyond those that decode has verified. max_gap_s: a longer silence of our own ends this incarnation; 0: L.
+    num_ranks: of this replica (protocol.md §8); this is its leader.
     """
 
     worker_id: str
@@ -37,6 +38,7 @@ class RoleContext:
     host_id: str = ""
     credit_pages: int = 256
     max_gap_s: float = 0.0
+    num_ranks: int = 1
 
     @property
     def gap_s(self) -> float:

@@ -17,10 +17,9 @@ KEEPALIVE_S = 2.0
 STALL_S = 2.0
 """A tcp read without progress for this long fails."""
 
-LAYERS = ("digest", "generation", "ticket", "pin", "incarnation", "inbox")
+LAYERS = ("digest", "generation", "ticket", "pin", "incarnation")
 """digest: every read that ends is GOOD. generation: the reader compares none. ticket: the source asks for
-none. pin: the source pins nothing while it sends. incarnation: processes take envelopes for others. inbox:
-after a pause, ticks come before the messages that arrived meanwhile."""
+none. pin: the source pins nothing while it sends. incarnation: processes take envelopes for others."""
 
 KINDS = (
     *("partition", "partition_oneway", "partition_router", "crash", "pause_short", "pause_long"),
@@ -41,7 +40,11 @@ class Bias:
     moves in which the reading process stops between its first check and its last byte. rates: probability
     by name in RATES, over what the seed drew. episodes: number of episodes by kind in KINDS, besides the
     drawn ones. only: draw no other kinds (and no message faults but those in rates). num_pages: pool size
-    of every worker. cancels: share of the requests that are cancelled. mask: layers that are off (LAYERS).
+    of every worker. cancels: share of the requests that are cancelled. hasty: share of those with a
+    deadline that is soon over. sharing: share of the prompts that begin as an earlier one does.
+    short_pause: how long one is, in leases. pace: steps take so many times 1 to 50 ms. both_roles: all
+    workers do both, each prefills for the others too, from one pool. num_ranks: of every worker; 0: the
+    seed's. mask: layers that are off (LAYERS).
     """
 
     io_longer_than_lease: float = 0.0
@@ -54,4 +57,10 @@ class Bias:
     num_requests: int | None = None
     cancels: float | None = None
     transport: str | None = None
+    hasty: float | None = None
+    sharing: float | None = None
+    pace: float | None = None
+    short_pause: tuple[float, float] = (0.05, 0.7)
+    both_roles: bool = False
+    num_ranks: int = 0
     mask: frozenset[str] = frozenset()

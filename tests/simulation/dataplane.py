@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvtransfer import verdict
 from kvtransfer.effects import StartRead
 from kvtransfer.transport import ReadStatus
 from pdserve.kvcache.allocator import Holder, HolderKind
@@ -28,13 +29,13 @@ class Memory:
         self.generations = [0] * num_pages
         self.page_size, self.pool_id = page_size, pool_id
 
-    def digest(self, page: int, index: int, valid_rows: int) -> bytes:
-        """16 bytes over what a page is and its rows."""
-        first = hash((index, valid_rows, *self.rows[page]))
+    def digest(self, page: int, index: int, valid_rows: int, rank: int, num_ranks: int) -> bytes:
+        """16 bytes over what a rank's part of a page is, and its rows. Rank r has rows r, r + n, …"""
+        first = hash((index, valid_rows, *self.rows[page][rank::num_ranks]))
         return first.to_bytes(8, "big", signed=True) * 2
 
-    def copy(self, page: int, source: list[int], start: int, end: int) -> None:
-        self.rows[page][start:end] = source[start:end]
+    def copy(self, page: int, source: list[int], first: int, end: int, step: int) -> None:
+        self.rows[page][first:end:step] = source[first:end:step]
 
 
 class Read:
@@ -48,6 +49,7 @@ class Read:
         self._pin = ""
         self.duration = reader.read_duration(effect)
         self.half = reader.memory.page_size // 2
+        self.num_ranks = reader.context.num_ranks
 
     def start(self) -> None:
         wait = self.reader.world.rng.uniform(0.0001, 0.003)
@@ -74,8 +76,8 @@ class Read:
     def _same_generation(self) -> bool:
         assert self.source is not None
         name = self.effect.source
-        masked = self.reader.world.masked("generation")
-        return masked or self.source.memory.generations[name.page] == name.generation
+        seen = self.source.memory.generations[name.page]
+        return self.reader.world.masked("generation") or not verdict.is_stale(seen, name.generation)
 
     def _shm_begin(self) -> None:
         assert self.source is not None
@@ -94,16 +96,25 @@ class Read:
         assert self.source is not None
         self.moving = True
         rows = self.source.memory.rows[self.effect.source.page]
-        self.reader.memory.copy(self.effect.target_page, rows, 0, self.half)
+        self._put(rows, 0, self.half)
+
+    def _put(self, rows: list[int], start: int, end: int) -> None:
+        """Bytes of this rank's part arrive in the target."""
+        first = start + (self.effect.rank - start) % self.num_ranks
+        self.reader.memory.copy(self.effect.target_page, rows, first, end, self.num_ranks)
+
+    def _put_rest(self, rows: list[int]) -> None:
+        """The last of them, as they are or struck on the way."""
+        assert self.source is not None
+        memory, target, rank = self.reader.memory, self.effect.target_page, self.effect.rank
+        self._put(rows, self.half, memory.page_size)
+        if self.reader.fleet.corrupts(self.reader.name, self.source.name):
+            self.struck = "corrupt_wire"
+            memory.rows[target][rank] = -memory.rows[target][rank] - 1
 
     def _second_half(self) -> None:
         assert self.source is not None
-        rows = self.source.memory.rows[self.effect.source.page]
-        memory, target = self.reader.memory, self.effect.target_page
-        memory.copy(target, rows, self.half, memory.page_size)
-        if self.reader.fleet.corrupts(self.reader.name, self.source.name):
-            self.struck = "corrupt_wire"
-            memory.rows[target][0] = -memory.rows[target][0] - 1
+        self._put_rest(self.source.memory.rows[self.effect.source.page])
 
     def _shm_end(self) -> None:
         self._second_half()
@@ -114,9 +125,10 @@ class Read:
 
     def _verify(self) -> None:
         effect, memory = self.effect, self.reader.memory
-        got = memory.digest(effect.target_page, effect.index, effect.valid_rows)
-        good = got == effect.digest or self.reader.world.masked("digest")
-        self.finish(ReadStatus.GOOD if good else ReadStatus.MISMATCH, got)
+        place = effect.target_page, effect.index, effect.valid_rows, effect.rank, self.num_ranks
+        got = memory.digest(*place)
+        intact = self.reader.world.masked("digest") or verdict.is_intact(got, effect.digest)
+        self.finish(verdict.verdict(stale=False, intact=intact), got)
 
     # -- tcp ------------------------------------------------------------------------------------------------
 
@@ -147,7 +159,8 @@ class Read:
         ):
             return self._answer(ReadStatus.FAILED)
         held = Holder(HolderKind.TRANSFER, str(effect.key)) in source.pages.holders(name.page)
-        generation = world.masked("generation") or source.pages.generation(name.page) == name.generation
+        seen = source.pages.generation(name.page)
+        generation = world.masked("generation") or not verdict.is_stale(seen, name.generation)
         if name.pool_id != source.memory.pool_id or not held or not generation:
             return self._answer(ReadStatus.STALE)
         if not world.masked("pin"):
@@ -183,18 +196,13 @@ class Read:
     def _receive_first(self, rows: list[int]) -> None:
         if not self.ended:
             self.moving = True
-            self.reader.memory.copy(self.effect.target_page, rows, 0, self.half)
+            self._put(rows, 0, self.half)
             self.reader.maybe_stop_between_check_and_act()
 
     def _receive_rest(self, rows: list[int]) -> None:
         if self.ended:
             return
-        memory, target = self.reader.memory, self.effect.target_page
-        memory.copy(target, rows, self.half, memory.page_size)
-        assert self.source is not None
-        if self.reader.fleet.corrupts(self.reader.name, self.source.name):
-            self.struck = "corrupt_wire"
-            memory.rows[target][0] = -memory.rows[target][0] - 1
+        self._put_rest(rows)
         self._verify()
 
 

@@ -114,7 +114,8 @@ class Faults:
 
     def _pause_short(self) -> None:
         if worker := self._worker():
-            self.pause(worker.name, self._world.rng.uniform(0.05, 0.7) * LEASE_S, "pause_short")
+            length = self._world.rng.uniform(*self._world.bias.short_pause)
+            self.pause(worker.name, length * LEASE_S, "pause_short")
 
     def _pause_long(self) -> None:
         if worker := self._worker():

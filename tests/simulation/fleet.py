@@ -47,6 +47,7 @@ class Fleet:
         self.faults = Faults(self)
         self.samples: dict[tuple[Key, int], set[tuple[int, int]]] = {}
         self._attempts: dict[str, Attempt] = {}
+        self.num_ranks = world.bias.num_ranks or 1 + (world.seed % 4 == 3)
         self.shapes = self._draw_shapes()
         self.clocks = {name: self._draw_clock() for name in self.shapes}
         self._paths: dict[tuple[str, str], str] = {}
@@ -67,10 +68,11 @@ class Fleet:
             "credit_pages": rng.choice((1, 2, 3, 256)),
         }  # fmt: skip
         rows = rng.randint(72, 90 if bias.reuse_at_once else rng.choice((80, 180)))
+        rows += 30 if bias.both_roles else 0
         pages = bias.num_pages or -(-rows // page_size)
-        roles = [Role.PREFILL] * 2 + [Role.DECODE] * 2
+        roles = [Role.AGGREGATED] * 2 if bias.both_roles else [Role.PREFILL] * 2 + [Role.DECODE] * 2
         extra = rng.choice((None, None, None, Role.PREFILL, Role.DECODE, Role.AGGREGATED))
-        roles += [extra] if extra else []
+        roles += [extra] if extra and not bias.both_roles else []
         return {f"{role}-{i}": Shape(role=role, num_pages=pages, **common) for i, role in enumerate(roles)}
 
     def _draw_clock(self) -> ProcessClock:

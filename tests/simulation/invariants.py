@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvtransfer import effects as fx
 from kvtransfer.transport import ReadStatus
 from pdserve.kvcache.allocator import HolderKind
-from pdserve.messages import Ended, Refused, Reserved
+from pdserve.messages import Abort, Ended, Refused, Reserved
 from pdserve.sched.plan import Preempted, SeqEvent, Started
 from pdserve.types import FinishReason, Key
 from router import events as ev
@@ -47,6 +47,7 @@ class Judge:
         self._disturbed: dict[str, float] = {}
         self._fenced: dict[tuple[int, str], Key] = {}
         self._owners: dict[Key, int] = {}
+        self._over: set[tuple[int, Key]] = set()
         self._retracted: set[tuple[int, str]] = set()
         self._oldest: dict[int, tuple[object, float]] = {}
         self._truths: dict[str, tuple[int, ...]] = {}
@@ -164,8 +165,21 @@ class Judge:
             self._world.arrows[f"{side} refused"] += 1
         elif isinstance(message, Ended):
             self._check_text(message.error_message)
-        elif isinstance(message, Reserved) and effect.key.epoch:
-            self.told(process, replace(effect.key, epoch=effect.key.epoch - 1))  # a newer try took over
+            self._over.add((process.incarnation, effect.key))
+        elif isinstance(message, Reserved):
+            self._reserved(process, effect.key)
+
+    def _reserved(self, process: Process, key: Key) -> None:
+        """D takes a try: one that is meant for this very process (S4); what came before it is fenced."""
+        if self._fleet.attempt(f"?:{key}").decode_incarnation != process.incarnation:
+            raise self._world.breach(
+                "S4", f"{process.name} takes {key}, which was meant for another incarnation"
+            )
+        fence = self._fenced.get((process.incarnation, key.request_id))
+        if (fence is not None and key <= fence) or (process.incarnation, key) in self._over:
+            raise self._world.breach("zombie commits", f"{process.name} takes {key}, which is over there")
+        if key.epoch:
+            self.told(process, replace(key, epoch=key.epoch - 1))
 
     def _check_text(self, text: str) -> None:
         if _LEAKS.search(text):
@@ -183,6 +197,9 @@ class Judge:
         entry = role._entries.get(key) if other.incarnation in incarnations else None
         alive = entry is not None and (entry.session.pulling if at_prefill else entry.session.live)
         self._world.counters["lease_over"] += 1
+        if process.inbox:
+            detail = f"{process.name} gives {key} up before it has read its messages"
+            raise self._world.breach("false expiries", detail)
         if alive and self.last_trouble(process.name, name) < self._world.now - QUIET_S:
             detail = f"{process.name} gives {key} up though {name} was there all the time"
             raise self._world.breach("false expiries", detail)
@@ -192,6 +209,12 @@ class Judge:
         flipped = read.source is not None and self._fleet.faults.flips_in(read.source)
         if status is ReadStatus.MISMATCH and not (read.struck or flipped or self._world.bias.mask):
             raise self._world.breach("false alarms", f"{process.name}: clean bytes failed their digest")
+
+    def alarmed(self, process: Process, message: object) -> None:
+        """Decode complains about what prefill said. Did anything strike it?"""
+        said = message.detail if isinstance(message, Abort) else ""
+        if ("digest over all" in said or "two digests" in said) and not self._world.bias.mask:
+            raise self._world.breach("false alarms", f"{process.name}: {said}")
 
     def counted(self, process: Process, name: str) -> None:
         """A worker counts something that has to have a reason."""

@@ -34,6 +34,8 @@ from tests.simulation.model import END_TOKEN
 if TYPE_CHECKING:
     from tests.simulation.fleet import Fleet
 
+LONGEST_ROWS = 40 + 12 + 24
+"""The longest prompt and completion that a run asks for."""
 SECRET = b"simulation-secret-of-32-bytes...."
 Effects = list[fx.Effect]
 Input = Callable[[float], Effects]
@@ -63,6 +65,7 @@ class Process:
         self.incarnation = world.rng.getrandbits(63) | 1
         self.alive, self.stopped = True, False
         self.born_at = world.now
+        self.inbox = 0  # messages that came while it was stopped and are not handled yet
         self._held_back: list[tuple[bool, Callable[[], None]]] = []
         self.pages = PageManager(shape.num_pages, world.rng.getrandbits(63))
         self.memory = Memory(shape.num_pages, shape.page_size, self.pages.allocator.pool_id)
@@ -86,13 +89,13 @@ class Process:
     def _context(self) -> RoleContext:
         shape = self.shape
         rows = shape.page_size * shape.num_pages
-        floor = pages_for(rows, shape.page_size) if shape.role is Role.AGGREGATED else 0
+        floor = pages_for(LONGEST_ROWS, shape.page_size) if shape.role is Role.AGGREGATED else 0
         facts: dict[str, Any] = {
             "worker_id": self.name, "incarnation": self.incarnation, "page_size": shape.page_size,
             "max_context": rows, "model": "m", "numerics": "n", "secret": SECRET, "lease_s": LEASE_S,
             "local_prefill_threshold": shape.local_threshold, "growth_tokens": 8,
             "max_num_seqs": shape.max_num_seqs, "decode_pace_s": 0.02, "credit_pages": shape.credit_pages,
-            "floor_pages": min(floor, shape.num_pages // 4),
+            "floor_pages": min(floor, shape.num_pages // 2), "num_ranks": self.fleet.num_ranks,
         }  # fmt: skip
         known = {field.name for field in fields(RoleContext)}
         return RoleContext(**{name: value for name, value in facts.items() if name in known})
@@ -133,9 +136,15 @@ class Process:
         self.stopped = False
         self.world.note(self.name, "goes on")
         waiting, self._held_back = self._held_back, []
-        first = self.world.masked("inbox")
-        for _, what in sorted(waiting, key=lambda item: item[0] is not first):
+        messages, ticks = [w for tick, w in waiting if not tick], [w for tick, w in waiting if tick]
+        self.inbox = len(messages)
+        read = [*messages, lambda: setattr(self, "inbox", 0)]
+        for what in (*ticks, *read) if self.ticks_first() else (*read, *ticks):
             self.later(0.0, what)
+
+    def ticks_first(self) -> bool:
+        """What `pdserve.worker.driver` must never do: fire timers before it has read what arrived."""
+        return False
 
     def die(self) -> None:
         """The process is gone. Mapped memory stays for those who copy out of it."""
@@ -212,6 +221,7 @@ class Process:
         )  # fmt: skip
         to_decoder = isinstance(effect, fx.ToDecoder)
         self.world.note(self.name, f"→ {peer}:", envelope.message)
+        self.fleet.judge.alarmed(self, envelope.message)
         deliver = lambda: self.fleet.deliver(peer, envelope, to_decoder)  # noqa: E731
         self.fleet.network.message(self.name, peer, deliver, envelope.message)
 
@@ -239,7 +249,8 @@ class Process:
         return self.world.rng.uniform(0.0001, 0.005) * self.world.pace + self.slow.get("digest", 0.0)
 
     def _digest(self, effect: fx.ComputeDigest) -> None:
-        digest = self.memory.digest(effect.page.page, effect.index, effect.valid_rows)
+        place, num_ranks = (effect.page.page, effect.index, effect.valid_rows), self.context.num_ranks
+        digest = b"".join(self.memory.digest(*place, rank, num_ranks) for rank in range(num_ranks))
         self.feed(lambda now: self.prefill.digested(effect.key, effect.index, effect.page, digest, now))
 
     def read_duration(self, effect: fx.StartRead) -> float:

@@ -6,12 +6,12 @@ in virtual time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import Overloaded
 from pdserve.messages import PrefillRequest, Reserve
-from pdserve.types import PeerRef, SamplingParams, WorkerLoad, WorkerRecord
+from pdserve.types import PeerRef, Role, SamplingParams, WorkerLoad, WorkerRecord
 from router import events as ev
 from router import lifecycle
 from router.admission import AdmissionQueue, QueueLimits, Waiting
@@ -260,10 +260,10 @@ class SimRouter:
 
     def _candidates(self) -> list[Candidate]:
         now = self.now()
-        return [
-            Candidate(record=m.record, usable=self.membership.is_usable(m, now))
-            for m in self.membership.members()
-        ]
+        known = [(m.record, self.membership.is_usable(m, now)) for m in self.membership.members()]
+        if self._world.bias.both_roles:
+            known = [(replace(r, role=role), u) for r, u in known for role in (Role.PREFILL, Role.DECODE)]
+        return [Candidate(record=record, usable=usable) for record, usable in known]
 
     def poke(self) -> None:
         if not self._pump_due and len(self.queue):

@@ -160,9 +160,18 @@ class RouterCalls:
     # -- control --------------------------------------------------------------------------------------------
 
     def cancel(self, kind: str, peer: PeerRef, key: Key) -> None:
-        self._control(
-            peer, lambda p, reply: p.calls.cancel(kind, key, peer.incarnation, reply), lambda _: None
-        )
+        def ask(process: Process, reply: Callable[[Outcome | None], None]) -> None:
+            process.calls.cancel(kind, key, peer.incarnation, reply)
+            delay = self._fleet.faults.replay_after()
+            if delay is not None:
+                process.later(delay, lambda: self._cancel_again(process, kind, key))
+
+        self._control(peer, ask, lambda _: None)
+
+    def _cancel_again(self, process: Process, kind: str, key: Key) -> None:
+        """A cancel that comes a second time, when its key may long be over and a newer one live."""
+        self._fleet.world.fault("replay", process.name, f"cancel {kind} {key}")
+        process.calls.cancel(kind, key, process.incarnation, lambda outcome: None)
 
     def switch(self, peer: PeerRef, key: Key) -> None:
         def answered(outcome: Outcome | None) -> None:

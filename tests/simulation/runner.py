@@ -92,7 +92,7 @@ def _wishes(world: World) -> list[tuple[Wish, float]]:
     bursts = [rng.uniform(0.0, STORM_S * 0.8) for _ in range(rng.choice((3, 8, 30)))]
     for i in range(bias.num_requests or rng.randint(22, 30)):
         prompt = tuple(rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 40)))
-        if prompts and rng.random() < 0.5:
+        if prompts and rng.random() < (0.5 if bias.sharing is None else bias.sharing):
             base = rng.choice(prompts)
             prompt = base[: rng.randint(1, len(base))] + prompt[: rng.randint(0, 12)]
         prompt = prompt[:LONGEST_PROMPT]
@@ -104,7 +104,7 @@ def _wishes(world: World) -> list[tuple[Wish, float]]:
 def _wish(world: World, name: str, prompt: tuple[int, ...]) -> Wish:
     rng = world.rng
     longest = rng.randint(1, 24)
-    hasty = rng.random() < 0.12
+    hasty = rng.random() < (0.12 if world.bias.hasty is None else world.bias.hasty)
     return Wish(
         name=name, tenant=rng.choice(TENANTS), prompt=prompt, max_tokens=longest, sampled=rng.random() < 0.4,
         deadline_s=rng.uniform(0.02, 1.5) if hasty else rng.uniform(80.0, 120.0),

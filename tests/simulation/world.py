@@ -50,6 +50,7 @@ class World:
         self.rng = random.Random(f"pdserve {seed}")
         self.now = 0.0
         self.pace = self.rng.choice((1.0, 3.0, 8.0))  # slow machines: more is under way when a fault strikes
+        self.pace = self.pace if bias.pace is None else bias.pace
         self.texts = Texts()
         self.trace = Trace()
         self.arrows: Counter[str] = Counter()
