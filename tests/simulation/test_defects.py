@@ -15,7 +15,7 @@ from tests.simulation.defects import DEFECTS
 from tests.simulation.planted import Catch, control, hunt
 
 NUM_SEEDS = 1000
-NUM_CONTROL = 5
+NUM_CONTROL = 3
 
 
 def _hunt(number: int) -> Catch:
