@@ -20,7 +20,7 @@ GROUPS = (
     ("conformance", ("tests/conformance",)),
     ("simulation", ("tests/simulation",)),
     ("handover matrix", ("handover", "matrix", "disagg", "conditional")),
-    ("faults", ("fault", "cancel", "deadline", "vanish", "kill", "fleet")),
+    ("faults", ("fault", "cancel", "deadline", "vanish", "kill", "fleet", "integrity")),
 )
 """Group of a test by parts of its path; the first that fits wins, the rest is "edge"."""
 

@@ -124,6 +124,7 @@ class Ask:
     prefill_may_hit: bool = True
     decode_may_hit: bool = True
     prefill_as: PeerRef | None = None
+    tenant: str = TENANT
 
     def ticket(self) -> bytes:
         """The router's ticket for this try."""
@@ -132,15 +133,15 @@ class Ask:
         facts = ticket.TicketFacts(
             key=self.key, prefill_incarnation=0 if local else self.direct.p.incarnation,
             decode_incarnation=self.direct.d.incarnation, emitter=self.direct.d.worker_id, mode=self.mode,
-            tenant=TENANT, request_hash=ticket.request_hash(self.token_ids, self.sampling), page_budget=1000,
-            num_choices=1, prefill_expires=now + 600, decode_expires=now + 600,
+            tenant=self.tenant, request_hash=ticket.request_hash(self.token_ids, self.sampling),
+            page_budget=1000, num_choices=1, prefill_expires=now + 600, decode_expires=now + 600,
         )  # fmt: skip
         return ticket.mint(self.direct.secret, facts)
 
     def _common(self) -> dict[str, Any]:
         return {
             "key": self.key, "ticket": self.ticket(), "token_ids": self.token_ids,
-            "num_forced": self.num_forced, "sampling": self.sampling, "tenant": TENANT,
+            "num_forced": self.num_forced, "sampling": self.sampling, "tenant": self.tenant,
             "deadline_s": self.deadline_s,
         }  # fmt: skip
 
