@@ -110,18 +110,22 @@ class Reads:
         except (OSError, RuntimeError) as error:
             log.warning("no page reader can be made: %s", type(error).__name__)
             return None
-        self._make_room(peer.worker_id)
+        self._make_room(peer)
         self._readers[name] = (way[0], reader)
         return self._readers[name]
 
-    def _make_room(self, worker_id: str) -> None:
-        """A worker's earlier incarnations are gone, and their pools with them; idle readers make room."""
+    def _make_room(self, peer: PeerRef) -> None:
+        """A worker's earlier incarnations are gone, and their pools with them; idle readers make room.
+
+        An announce that names a pool which this incarnation does not have costs itself only.
+        """
         busy = {id(reader) for reader in self._pending.values()}
         for name, (_, reader) in list(self._readers.items()):
             spare = len(self._readers) >= MAX_READERS and id(reader) not in busy
-            if name[0] == worker_id:
+            earlier = name[0] == peer.worker_id and name[1] != peer.incarnation
+            if earlier:
                 self._gone[name[:2]] = None  # replaced: it must not take turns with its successor
-            if name[0] == worker_id or spare:
+            if earlier or spare:
                 del self._readers[name]
                 self._port.loop.run_in_executor(None, reader.close)
         while len(self._gone) > MAX_GONE:

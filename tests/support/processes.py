@@ -91,7 +91,8 @@ class ForeignPool:
         assert found is not None, "no pool is mapped there"
         self._start = int(found[1], 16)
         fields = _HEADER.unpack(self._read(0, _HEADER.size))
-        _, _, self.pool_id, self.num_pages, self.page_bytes, self._stride, self._first, _ = fields
+        _, _, self.pool_id, self.num_pages, self.page_bytes, self._stride, self._first, layout = fields
+        self.layout = layout.rstrip(b"\0").decode()
 
     def read(self, page: int) -> bytes:
         """A page's payload."""
