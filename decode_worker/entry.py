@@ -111,14 +111,17 @@ class Entry:
             self.first_step = (began, ended)
 
     def kept(self, holder: Holder) -> Kept | None:
-        """What a higher key may take over: only a transfer under way has what is not found as prefix hits."""
+        """What a higher key may take over: only a transfer under way has what is not found as prefix hits.
+
+        Of the verified pages those without a gap before them: what lies behind a page that never arrived
+        intact may have been computed from it, and then its digest is right and its content is not.
+        """
         if self.session.state is not DState.PULL:
             return None
         held, reading = self.held, self.session.reading
         pages = {i: p for i, p in enumerate(held.pages) if i >= held.hit_pages and i not in reading}
-        return Kept(
-            holder=holder, pages=pages, verified={i: held.keys[i] for i in self.session.verified}
-        )  # fmt: skip
+        proven = range(held.hit_pages, self.session.verified_prefix)
+        return Kept(holder=holder, pages=pages, verified={i: held.keys[i] for i in proven})
 
     def doing(self) -> str:
         """What this key does or waits for here, in words."""

@@ -113,6 +113,7 @@ class DecodeSession:
     committed: bool = False
     ended: bool = False
     granted_again_at: float = float("inf")
+    settle_until: float = float("inf")
     lease_until: float = float("inf")
     deadline_at: float = float("inf")
     outcome: Outcome = Outcome.UNKNOWN
@@ -136,11 +137,6 @@ class DecodeSession:
         return frozenset(i for i, p in self.pages.items() if p.reading)
 
     @property
-    def verified(self) -> frozenset[int]:
-        """Indices beyond the prefix hits whose bytes are proven."""
-        return self.taken | frozenset(i for i, p in self.pages.items() if p.verified)
-
-    @property
     def verified_prefix(self) -> int:
         """Pages of the prompt, from the first on, that are hits or verified."""
         count = self.hit_pages
@@ -154,7 +150,7 @@ class DecodeSession:
             return float("inf")
         if not self.pulling:
             return self.deadline_at
-        return min(self.deadline_at, self.granted_again_at, self.lease_until)
+        return min(self.deadline_at, self.granted_again_at, self.lease_until, self.settle_until)
 
     # -- the table --------------------------------------------------------------------------------------
 
@@ -228,6 +224,12 @@ class DecodeSession:
         if len(self.pages) >= self.granted:
             self.granted_again_at = float("inf")
 
+    def _progressed(self, now: float) -> None:
+        """P lives and says that it is done, or has sent its last page: what is missing then comes within a
+        lease, through all of P's repeats, or never. Before that P may be waiting or computing."""
+        whole = bool(self.want) and self.verified_prefix == self.num_pages
+        self.settle_until = now + self.lease_s if whole or self.finish is not None else float("inf")
+
     def _late(self) -> list[DEffect]:
         """P still talks about a transfer that is over here: say what became of it."""
         if self.committed:
@@ -266,6 +268,7 @@ class DecodeSession:
         if self.state is DState.PULL and event.status is ReadStatus.GOOD:
             page.verified = True
             self.num_verified += 1
+            self._progressed(now)
         if self.switching:
             return self._maybe_local()
         if self.state is not DState.PULL:
@@ -288,7 +291,9 @@ class DecodeSession:
             return self._switch("the first token has the wrong index", tell_peer=True)
         if event.finish is None and event.index + 1 >= self.max_tokens:
             return self._switch("the first token was the last, and prefill did not say so", tell_peer=True)
-        self.finish = self.finish or event
+        if self.finish is None:
+            self.finish = event
+            self._progressed(now)
         return self._maybe_run()
 
     def _maybe_run(self) -> list[DEffect]:
@@ -388,6 +393,10 @@ class DecodeSession:
             return self._on_stop(Stop(label="deadline_expired", message=message, retryable=False))
         if self.pulling and now >= self.lease_until:
             return self._switch("prefill was silent for one lease", tell_peer=True)
+        if self.pulling and now >= self.settle_until and not self.num_reading:
+            return self._switch("a page or the first token never came", tell_peer=True)
+        if self.pulling and now >= self.settle_until:
+            self._progressed(now)
         if self.pulling and now >= self.granted_again_at:
             return self._grant(now)
         return []

@@ -35,6 +35,7 @@ class Relay(transfer_pb2_grpc.TransferServiceServicer):
         self.to_decode: Hook = passed
         self.to_prefill: Hook = passed
         self.log: list[TransferMessage] = []
+        self.errors: list[Exception] = []
         self._target, self._secret = target, secret
         self._streams: dict[int, tuple[Envelope, asyncio.Queue[Envelope]]] = {}
         self._loop = asyncio.new_event_loop()
@@ -102,6 +103,10 @@ class Relay(transfer_pb2_grpc.TransferServiceServicer):
                 out.put_nowait(replace(envelope, message=message))
 
     def _hooked(self, hook: Hook, message: TransferMessage) -> list[TransferMessage]:
-        messages = hook(message)
+        try:
+            messages = hook(message)
+        except Exception as error:  # the stream must go on; the test is told when it ends
+            self.errors.append(error)
+            messages = [message]
         self.log += messages
         return messages

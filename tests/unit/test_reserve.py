@@ -6,13 +6,17 @@ from dataclasses import replace
 
 import pytest
 
+from decode_worker.entry import Entry, PromptWork
 from decode_worker.reserve import Kept, Reservation, reserve
+from kvtransfer.session import decode_events as table
+from kvtransfer.session.decode import DecodeSession
 from kvtransfer.session.guard import RoleContext, cache_salt
+from kvtransfer.transport import ReadStatus
 from pdserve.kvcache.allocator import Holder, HolderKind, PageState
 from pdserve.kvcache.manager import PageManager
 from pdserve.kvcache.prefix import content_keys
-from pdserve.messages import Refusal, Refused, Reserve
-from pdserve.types import HandoverMode, Key, PeerRef, SamplingParams
+from pdserve.messages import Announce, Refusal, Refused, Reserve
+from pdserve.types import HandoverMode, Key, PageName, PeerRef, SamplingParams
 
 CTX = RoleContext(
     worker_id="d", incarnation=1, page_size=4, max_context=1000, model="m", numerics="n", secret=b"s" * 16,
@@ -176,3 +180,35 @@ def test_what_fits_no_empty_pool_is_refused_for_good() -> None:
     assert isinstance(refused, Refused)
     assert refused.reason is Refusal.NEVER_FITS
     assert isinstance(reserve(CTX, PageManager(8, 7), call(16, max_tokens=16), "D:r"), Reservation)
+
+
+def test_a_higher_key_takes_no_page_that_lies_behind_one_that_never_arrived_intact() -> None:
+    """Prefill may have computed it from the bad one: its digest is right then, and its content is not."""
+    pages = PageManager(8, 7)
+    made = call(20, max_tokens=8)
+    held = reserve(CTX, pages, made, "D:lower")
+    assert isinstance(held, Reservation)
+    session = DecodeSession(key=made.key, lease_s=10.0)
+    accepted = table.Accepted(
+        mode=held.mode, num_pages=held.num_pages, hit_pages=0, ticket=b"", deadline_at=99.0, num_forced=0,
+        max_tokens=8,
+    )  # fmt: skip
+    session.step(accepted, 0.0)
+    for index in (0, 2, 3):
+        session.step(announced(held, index), 0.0)
+        session.step(table.ReadEnded(index=index, status=ReadStatus.GOOD, digest=bytes(16)), 0.0)
+    entry = Entry(
+        session=session, call=made, held=held, ticket_until=9.0, accepted_at=0.0, arrival=0.0,
+        computing=PromptWork(num_tokens=20, page_size=CTX.page_size),
+    )  # fmt: skip
+    kept = entry.kept(LOWER)
+    assert kept is not None
+    assert set(kept.verified) == {0}
+    assert set(kept.pages) == set(range(len(held.pages))), "their memory passes on all the same"
+
+
+def announced(held: Reservation, index: int) -> Announce:
+    return Announce(
+        key=Key(request_id="r"), index=index, page=PageName(pool_id=1, page=index, generation=1),
+        valid_rows=4, content_key=held.keys[index], digest=bytes(16),
+    )  # fmt: skip

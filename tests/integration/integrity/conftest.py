@@ -20,7 +20,9 @@ def processes() -> Iterator[Bench]:
 def bench(processes: Bench) -> Iterator[Bench]:
     processes.reset()
     yield processes
+    errors, processes.relay.errors = processes.relay.errors, []
     processes.reset()
+    assert not errors, "a hook of this test failed"
 
 
 @pytest.fixture(params=WAYS)

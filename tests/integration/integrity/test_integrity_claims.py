@@ -114,7 +114,7 @@ async def test_a_page_that_is_reused_between_announce_and_read(bench: Bench, way
         if isinstance(message, Announce) and not held:
             held.append(message)
             arrived.set()
-        return [] if message.key == ask.key else [message]  # type: ignore[union-attr]
+        return [] if getattr(message, "key", None) == ask.key else [message]
 
     ask = bench.ask(way)
     want = await bench.right(way, PROMPT)
@@ -254,6 +254,20 @@ async def test_a_finish_that_is_not_true_never_commits(bench: Bench, way: str, w
     came.assert_computed_by_decode()
     if what != "another-index":  # that one is plain to see before the pages are there
         assert came.ended.ledger.decode_computed_prompt_tokens == 1, "the pages were good"
+
+
+@pytest.mark.parametrize(
+    ("kind", "index"), [(Announce, 1), (Announce, 4), (Finish, None)], ids=["a-page", "the-tail", "finish"]
+)
+async def test_what_never_comes_is_not_waited_for_until_the_deadline(
+    bench: Bench, way: str, kind: type, index: int | None
+) -> None:
+    """Prefill lives, renews and repeats; only this never arrives. One lease later decode goes on alone."""
+    bench.relay.to_decode = lambda m: (
+        [] if isinstance(m, kind) and (index is None or m.index == index) else [m]  # type: ignore[union-attr]
+    )
+    came = await bench.run(way, deadline_s=60.0)
+    came.assert_computed_by_decode()
 
 
 @pytest.mark.parametrize("first", ["prefill", "grant"])
