@@ -14,6 +14,7 @@ so what of it is on the critical path is less.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import mmap
 import os
@@ -33,7 +34,8 @@ import numpy as np
 import psutil
 
 from benchmarks.machine import machine, now, us
-from kvtransfer.digest import page_digest, page_hasher
+from kvtransfer.digest import PageDigester, page_digest, page_header
+from kvtransfer.mover import Copy, PageMover
 from pdserve.client import Client
 from pdserve.config.worker import WorkerConfig
 from pdserve.types import Role
@@ -77,42 +79,34 @@ class Meter:
         return result
 
 
-class TimedHasher:
-    """A page hasher whose updates are timed."""
-
-    def __init__(self, meter: Meter, inner: Any) -> None:
-        self._meter, self._inner = meter, inner
-
-    def update(self, data: memoryview) -> None:
-        """See xxhash."""
-        self._meter.timed(len(data), lambda: self._inner.update(data))
-
-    def digest(self) -> bytes:
-        """See xxhash."""
-        return bytes(self._inner.digest())
-
-
 def serve() -> None:
-    """Runs a worker; "spent" on stdin is answered by what its digests and the process took since the last."""
-    import kvtransfer.reads
-    import prefill_worker.handoff
+    """Runs a worker; "spent" on stdin is answered by what its digests and the process took since the last.
+
+    On shm decode digests in the same pass as it copies: there the whole pass is timed, under "pass_".
+    """
     from pdserve.worker.host import WorkerHost
 
-    meter = Meter()
+    digests, passes = Meter(), Meter()
+    digest, move = PageDigester.__call__, PageMover.move
 
-    def timed_digest(payload: memoryview, **facts: Any) -> bytes:
-        digest: bytes = meter.timed(len(payload), lambda: page_digest(payload, **facts))
-        return digest
+    def timed_digest(self: PageDigester, payload: memoryview, **facts: Any) -> bytes:
+        result: bytes = digests.timed(len(payload), lambda: digest(self, payload, **facts))
+        return result
 
-    prefill_worker.handoff.page_digest = timed_digest  # type: ignore[attr-defined]
-    kvtransfer.reads.page_hasher = lambda **f: TimedHasher(meter, page_hasher(**f))  # type: ignore
+    def timed_move(self: PageMover, budget_bytes: int) -> Any:
+        return passes.timed(0, lambda: move(self, budget_bytes))
+
+    PageDigester.__call__ = timed_digest  # type: ignore[method-assign]
+    PageMover.move = timed_move  # type: ignore[method-assign]
     host = WorkerHost(WorkerConfig.from_json(sys.stdin.readline()))
     host.start()
     print("serves", flush=True)
     before = time.process_time()
     for _ in sys.stdin:
-        print(json.dumps({**meter.sums, "process_cpu_s": time.process_time() - before}), flush=True)
-        meter.reset()
+        answer = {**digests.sums, **{f"pass_{name}": value for name, value in passes.sums.items()}}
+        print(json.dumps({**answer, "process_cpu_s": time.process_time() - before}), flush=True)
+        digests.reset()
+        passes.reset()
         before = time.process_time()
     host.stop()
 
@@ -202,7 +196,16 @@ class Sample:
         return self.spent[role]["bytes"] / self.spent[role]["cpu_s"] / 1e9
 
 
-def ask(fleet: Fleet, tokens: int, seed: int) -> Sample:
+def settled(spent: dict[Role, dict[str, float]], pages: int, part: float) -> dict[Role, dict[str, float]]:
+    """Decode's digests on shm are a part of its copies: as much as a copy without digest is faster."""
+    decode = spent[Role.DECODE]
+    if not decode["calls"]:
+        decode |= {"bytes": pages * PAGE_BYTES, "calls": pages}
+        decode |= {name: decode[f"pass_{name}"] * part for name in ("wall_s", "cpu_s")}
+    return spent
+
+
+def ask(fleet: Fleet, tokens: int, seed: int, part: float) -> Sample:
     """One prompt of so many tokens. Raises RuntimeError if it was not a whole handover."""
     prompt = [100 + (seed * 7919 + i * 104729) % 40000 for i in range(tokens)]
     fleet.spent()
@@ -216,10 +219,10 @@ def ask(fleet: Fleet, tokens: int, seed: int) -> Sample:
     pages = -(-tokens // 16)
     if ledger.transfer.pages != pages or ledger.decode_computed_prompt_tokens:
         raise RuntimeError("decode computed a part of the prompt")
-    return Sample(ttft_s=first - began, pages=pages, spent=fleet.spent())
+    return Sample(ttft_s=first - began, pages=pages, spent=settled(fleet.spent(), pages, part))
 
 
-def measure(ways: list[str], tokens: list[int], rounds: int) -> list[dict[str, Any]]:
+def measure(ways: list[str], tokens: list[int], rounds: int, part: float) -> list[dict[str, Any]]:
     """A row for each way and length: medians over the rounds, one unmeasured first."""
     rows = []
     for way in ways:
@@ -229,7 +232,7 @@ def measure(ways: list[str], tokens: list[int], rounds: int) -> list[dict[str, A
             for length in tokens:
                 samples = []
                 for number in range(rounds + 1):
-                    sample = ask(fleet, length, seed=number * 31 + length)
+                    sample = ask(fleet, length, seed=number * 31 + length, part=part)
                     say(
                         f"{way} {length} tokens, round {number}/{rounds}: TTFT {sample.ttft_s * 1e3:.0f} ms, "
                         f"digest {100 * sample.share(Role.PREFILL):.2f} % + "
@@ -264,29 +267,64 @@ def row(way: str, tokens: int, samples: list[Sample]) -> dict[str, Any]:
 # ---- the hash alone ----------------------------------------------------------------------------------------
 
 
-def hash_alone(rounds: int, arena_bytes: int = 512 << 20) -> dict[str, float]:
-    """GB/s of a page's digest in one thread, beside a plain read of the same bytes: cold is a walk through
-    much more memory than any cache, warm a page that was written right before."""
-    arena = memoryview(mmap.mmap(-1, arena_bytes))
-    array = np.frombuffer(arena, np.uint8)
-    array[:] = 7
-    pages = [arena[at : at + PAGE_BYTES] for at in range(0, arena_bytes - PAGE_BYTES, PAGE_BYTES)]
-    words = [np.frombuffer(page, np.uint64) for page in pages]
-    warm = [pages[0]] * len(pages)
+class Arena:
+    """Page-sized pieces of much more memory than any cache."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._memory = mmap.mmap(-1, size_bytes)
+        whole = memoryview(self._memory)
+        np.frombuffer(whole, np.uint8)[:] = 7
+        self.pages = [whole[at : at + PAGE_BYTES] for at in range(0, size_bytes - PAGE_BYTES + 1, PAGE_BYTES)]
+
+
+def hash_alone(rounds: int, arena_bytes: int = 256 << 20) -> dict[str, float]:
+    """GB/s in one thread: a page's digest where the page is in no cache (cold) and where it was used right
+    before (warm), a plain read, and decode's copy out of a mapped pool without and with its digest."""
+    source, target = Arena(arena_bytes), Arena(arena_bytes)
+    words = [np.frombuffer(page, np.uint64) for page in source.pages]
+
+    def digest(pages: list[memoryview]) -> Callable[[], Any]:
+        return lambda: [page_digest(p, index=0, valid_rows=16, **EXTENT) for p in pages]
+
     cases: dict[str, Callable[[], Any]] = {
-        "cold": lambda: [page_digest(p, index=0, valid_rows=16, **EXTENT) for p in pages],
-        "warm": lambda: [page_digest(p, index=0, valid_rows=16, **EXTENT) for p in warm],
-        "plain_read_cold": lambda: [w.max() for w in words],
+        "cold": digest(source.pages),
+        "warm": digest(source.pages[:1] * len(source.pages)),
     }
+    cases["plain_read"] = lambda: [int(w.max()) for w in words]
+    for name, header in (("copy", None), ("copy_and_digest", page_header(**EXTENT))):
+        cases[name] = _copier(source, target, header)
     found: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(rounds + 1):
         for name, case in cases.items():
             began = time.thread_time()
             case()
-            rate = len(pages) * PAGE_BYTES / (time.thread_time() - began) / 1e9
+            rate = len(source.pages) * PAGE_BYTES / (time.thread_time() - began) / 1e9
             say(f"hash alone, round {number}/{rounds}, {name}: {rate:.1f} GB/s")
             found[name] += [rate] if number else []
     return {name: round(statistics.median(rates), 1) for name, rates in found.items()}
+
+
+def _copier(source: Arena, target: Arena, header: bytes | None) -> Callable[[], None]:
+    """Copies all pages as a shm reader does; the source's generation never changes."""
+    count = len(source.pages)
+    mover = PageMover(page_bytes=PAGE_BYTES, capacity=count, header=header)
+    generation = ctypes.c_uint64(1)
+    copies = [
+        Copy(
+            source=ctypes.addressof(ctypes.c_char.from_buffer(there)), target=here,
+            generation=ctypes.addressof(generation), wanted=1, index=number, valid_rows=16,
+        )
+        for number, (there, here) in enumerate(zip(source.pages, target.pages, strict=True))
+    ]  # fmt: skip
+
+    def run() -> None:
+        generation.value = 1  # and keeps it alive
+        mover.load(copies)
+        while mover.busy:
+            if any(copied.stale for copied in mover.move(8 << 20)):
+                raise RuntimeError("a page was taken for stale")
+
+    return run
 
 
 # ---- the report --------------------------------------------------------------------------------------------
@@ -294,8 +332,7 @@ def hash_alone(rounds: int, arena_bytes: int = 512 << 20) -> dict[str, float]:
 
 def table(result: dict[str, Any]) -> None:
     """On stdout."""
-    alone = result["hash_alone"]
-    print(f"digest alone: {alone['cold']} GB/s cold, {alone['warm']} GB/s warm ({TARGET_GB_PER_S:.0f})")
+    print("GB/s in one thread: " + ", ".join(f"{name} {rate}" for name, rate in result["alone"].items()))
     print("way  tokens  pages   TTFT ms   source ms (share, GB/s)    target ms (share, GB/s)    share of CPU")
     for r in result["rows"]:
         sides = "".join(
@@ -344,11 +381,13 @@ def main() -> None:
     if options.serve:
         serve()
         return
+    alone = hash_alone(options.rounds)
+    part = max(0.0, 1 - alone["copy_and_digest"] / alone["copy"])
     result: dict[str, Any] = {
         "date": now().isoformat(), "system": us(), "machine": machine(),
-        "command": "python -m benchmarks.integrity " + " ".join(sys.argv[1:]),
-        "hash_alone": hash_alone(options.rounds),
-        "rows": measure(options.ways, options.tokens, options.rounds),
+        "command": "python -m benchmarks.integrity " + " ".join(sys.argv[1:]), "alone": alone,
+        "digest_part_of_a_copy": round(part, 4),
+        "rows": measure(options.ways, options.tokens, options.rounds, part),
     }  # fmt: skip
     result["load_after"] = round(psutil.getloadavg()[0], 2)
     table(result)

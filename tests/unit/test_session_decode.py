@@ -153,37 +153,6 @@ def test_d5_all_pages_taken_over_need_only_the_first_token() -> None:
     assert made.state is DState.RUNNING
 
 
-@pytest.mark.parametrize(
-    "events",
-    [(announce(0), read(0), finish()), (announce(0), read(0), announce(1), read(1))],
-    ids=["a-page", "the-first-token"],
-)
-def test_what_is_still_missing_one_lease_after_prefill_was_done_never_comes(events: tuple[Any, ...]) -> None:
-    """Prefill lives, and renews: without this the request would stand still until its deadline."""
-    made = session(accepted(), *events)
-    made.step(ev.PeerSeen(), 0.9 * L)
-    assert not has(made.step(ev.Tick(), 0.99 * L), ev.DRunLocal)
-    assert made.next_timer() <= L
-    effects = made.step(ev.Tick(), L)
-    assert len(sent(effects, Abort)) == 1
-    assert has(effects, ev.DRunLocal)
-
-
-def test_while_prefill_computes_there_is_no_such_limit() -> None:
-    made = session(accepted(), announce(0), read(0))
-    for step in range(1, 8):
-        made.step(ev.PeerSeen(), step * L / 2)
-        assert not has(made.step(ev.Tick(), step * L / 2), ev.DRunLocal)
-
-
-def test_a_page_that_is_being_read_is_waited_for() -> None:
-    made = session(accepted(), announce(0), read(0), finish(), announce(1))
-    made.step(ev.PeerSeen(), 0.9 * L)
-    made.step(ev.Tick(), L)
-    assert made.pulling
-    assert len(sent(made.step(read(1), 1.1 * L), Commit)) == 1
-
-
 def test_d2_a_page_is_read_once_however_often_it_is_announced() -> None:
     made = session(accepted())
     assert made.step(announce(0), 0.0) == [ev.DRead(announce=announce(0))]

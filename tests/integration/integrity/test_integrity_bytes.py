@@ -90,8 +90,8 @@ async def test_a_page_that_never_arrives_intact_is_computed_by_decode(bench: Ben
 
 
 async def test_a_byte_that_flips_in_the_target_page_before_it_is_verified(bench: Bench) -> None:
-    """tcp: half the page has come, then decode's own memory changes. On shm there is no such moment: a word is
-    digested as it is stored, and what the memory does to it after that is decode's own fault, not the way's."""
+    """tcp: half the page has come, then decode's own memory changes. On shm there is no such moment: a word
+    is digested as it is stored; what memory does to it after that is a fault after the check."""
     pool, flipped = bench.decode["tcp"].pool, []
 
     def damage(start: bytes) -> Callable[[], None]:
