@@ -20,6 +20,7 @@ from benchmarks.machine import machine, now, us
 from benchmarks.transfer import latency, report
 from benchmarks.transfer.source import Remote, layout, running, serve
 from benchmarks.transfer.ways import Target, all_ways, digest_rates
+from pdserve.garbage import keep_what_is_loaded
 
 
 def clocked(calls: Mapping[str, Callable[[], None]], rounds: int, cpu: Callable[[], float]) -> Any:
@@ -45,6 +46,7 @@ def measure(remote: Remote, page_kib: int, num_pages: int, rounds: int) -> dict[
     target, size_bytes = Target.make(page_kib, num_pages), num_pages * layout(page_kib).page_bytes
     with all_ways(remote, page_kib, target) as ways:
         calls = {way.name: way.pull for way in ways}
+        keep_what_is_loaded()  # as a worker does
         seconds, cpu = clocked(calls, rounds, lambda: time.process_time() + remote.ask()[0])
         rows = report.rows(ways, seconds, cpu, size_bytes)
     digests, _ = clocked(digest_rates(target, layout(page_kib).fingerprint()), rounds, time.process_time)

@@ -23,6 +23,7 @@ from typing import Any
 from kvtransfer.nixl import agent as nixl
 from kvtransfer.transport import PoolFacts, ServerConfig, transport
 from pdserve.cli.certs import run as make_certificates
+from pdserve.garbage import keep_what_is_loaded
 from pdserve.kvcache.layout import PageLayout
 from pdserve.kvcache.pool import KVPool
 from pdserve.tls import TlsFiles, TlsSource
@@ -96,6 +97,7 @@ def serve(page_kib: int, num_pages: int, directory: Path) -> None:
         servers[name].start()
     facts: dict[str, Any] = {name: server.endpoint() for name, server in servers.items()}
     facts |= {"pool_id": source.pool.pool_id, "bare": _start_bare(source)}
+    keep_what_is_loaded()  # as a worker does
     print(json.dumps(facts), flush=True)
     for _ in sys.stdin:
         print(json.dumps([time.process_time(), source.pinned_s]), flush=True)

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 from pdserve.config import WorkerConfig
 from pdserve.config.serve import NODE_HOST
 from pdserve.errors import InternalError, PdserveError
+from pdserve.garbage import keep_what_is_loaded
 from pdserve.types import WorkerRecord
 
 T = TypeVar("T")
@@ -124,7 +125,9 @@ class WorkerActor:
     def _start(self) -> str:
         try:
             self._host = load_host(self._worker_host, self._config, self._set_note, self._retired)
-            return json.dumps({"record": dataclasses.asdict(self._host.start())})
+            record = self._host.start()
+            keep_what_is_loaded()
+            return json.dumps({"record": dataclasses.asdict(record)})
         except PdserveError as err:
             log.exception("worker %s can not start", self._config.worker_id)
             return json.dumps({"error": {"label": err.label, "message": err.message}})

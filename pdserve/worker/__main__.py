@@ -14,6 +14,7 @@ import threading
 
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import PdserveError
+from pdserve.garbage import keep_what_is_loaded
 from pdserve.worker.host import WorkerHost
 
 DRAIN_S = 30.0
@@ -28,6 +29,7 @@ def main() -> int:
     try:
         host = WorkerHost(WorkerConfig.from_json(sys.stdin.read()))
         record = host.start()
+        keep_what_is_loaded()
     except PdserveError as error:
         print(f"{error.label}: {error.message}", file=sys.stderr)
         return 1
