@@ -17,7 +17,6 @@ import grpc.aio
 from decode_worker.loop import DecodeRole
 from kvtransfer.effects import Dial, ToPrefiller
 from kvtransfer.port import WorkerPort
-from pdserve.errors import InvalidRequest
 from pdserve.messages import Envelope, Renew, TransferMessage
 from pdserve.rpc import convert
 from pdserve.rpc.channel import open_channel
@@ -115,13 +114,14 @@ class Link:
                     self._wake.set()
                     async for response in stub.Exchange(self._requests(self._stream)):
                         failures = 0
-                        self._receive([convert.envelope_from_pb(each) for each in response.envelopes])
+                        envelopes, num_unreadable = convert.envelopes_from_pb(response.envelopes)
+                        for _ in range(num_unreadable):
+                            self._port.count("unreadable_envelopes")
+                        self._receive(envelopes)
                 except grpc.aio.AioRpcError as error:
                     log.info("link to a prefill worker broke: %s", error.code().name)
                     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                         return  # the peer is another incarnation by now
-                except InvalidRequest as error:
-                    log.warning("a prefill worker sent what is no message: %s", error.message)
                 failures += 1
                 await asyncio.sleep(min(LAST_RETRY_S, FIRST_RETRY_S * 2**failures))
         finally:

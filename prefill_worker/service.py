@@ -136,7 +136,10 @@ class PrefillDriver(
         self, requests: AsyncIterator[transfer_pb2.ExchangeRequest], peer: tuple[str, int]
     ) -> None:
         async for request in requests:
-            self._receive([convert.envelope_from_pb(each) for each in request.envelopes], peer)
+            envelopes, num_unreadable = convert.envelopes_from_pb(request.envelopes)
+            for _ in range(num_unreadable):
+                self._port.count("unreadable_envelopes")
+            self._receive(envelopes, peer)
 
     def _receive(self, envelopes: Sequence[Envelope], peer: tuple[str, int]) -> None:
         """All of them as one input: what they lead to is sent and planned together."""

@@ -171,6 +171,7 @@ class Reserving:
         self._channel = open_channel(direct.d.control)
         stub = authenticated(decode_pb2_grpc.DecodeServiceStub(self._channel), direct.secret)
         self.call = stub.Reserve(convert.reserve_to_pb(message))
+        self.key = message.key
         self.tokens: list[int] = []
         self.ended: Ended | None = None
 

@@ -53,6 +53,7 @@ from pdserve.rpc.convert.records import (
 )
 from pdserve.rpc.convert.transfer import (
     envelope_from_pb,
+    envelopes_from_pb,
     envelope_to_pb,
     page_name_from_pb,
     page_name_to_pb,
@@ -100,6 +101,7 @@ __all__ = [
     "decode_event_from_pb",
     "decode_event_to_pb",
     "envelope_from_pb",
+    "envelopes_from_pb",
     "envelope_to_pb",
     "explanation_from_pb",
     "explanation_to_pb",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pdserve.errors import InvalidRequest
 from pdserve.messages import (
     Abort,
@@ -88,6 +90,19 @@ def envelope_from_pb(message: pb.Envelope) -> Envelope:
         receiver_incarnation=message.receiver_incarnation,
         message=_content(message),
     )
+
+
+def envelopes_from_pb(messages: Iterable[pb.Envelope]) -> tuple[list[Envelope], int]:
+    """Those that can be read, and how many can not: one that is from a later version, or broken, must not
+    take the others along."""
+    read: list[Envelope] = []
+    num_unreadable = 0
+    for message in messages:
+        try:
+            read.append(envelope_from_pb(message))
+        except InvalidRequest:
+            num_unreadable += 1
+    return read, num_unreadable
 
 
 def _content(message: pb.Envelope) -> TransferMessage:
