@@ -28,7 +28,6 @@ class Read:
     index: int
     rank: int
     page: int
-    started_at: float
 
 
 class Pulls:
@@ -43,20 +42,20 @@ class Pulls:
         self._pages = pages
         self._reads: dict[int, Read] = {}
         self._by_key: dict[Key, set[int]] = {}
-        self._young: deque[int] = deque()
-        """Reads to cancel one lease after their start."""
-        self._cancelled: deque[int] = deque()
-        """Reads to quarantine two leases after their start."""
+        self._young: deque[tuple[float, int]] = deque()
+        """(when, which) to cancel: one lease after its start."""
+        self._cancelled: deque[tuple[float, int]] = deque()
+        """(when, which) to quarantine: one lease after it was cancelled, however late that was."""
         self._next = 1
 
     def next_timer(self) -> float:
         """When tick is due next; infinity if never."""
-        return min(self._due(self._young, 1), self._due(self._cancelled, 2))
+        return min(self._due(self._young), self._due(self._cancelled))
 
-    def _due(self, queue: deque[int], leases: int) -> float:
-        while queue and queue[0] not in self._reads:
+    def _due(self, queue: deque[tuple[float, int]]) -> float:
+        while queue and queue[0][1] not in self._reads:
             queue.popleft()
-        return self._reads[queue[0]].started_at + leases * self._ctx.lease_s if queue else float("inf")
+        return queue[0][0] if queue else float("inf")
 
     def start(self, entry: Entry, announce: Announce, now: float) -> list[Effect]:
         """Pins the target page of an announced one and pulls it, if it is the page our tokens ask for."""
@@ -76,9 +75,9 @@ class Pulls:
         """One rank's read, with a pin of its own. An announced digest has one of each part, in order."""
         read_id, page = self._next, entry.held.pages[announce.index]
         self._next += 1
-        self._reads[read_id] = Read(entry=entry, index=announce.index, rank=rank, page=page, started_at=now)
+        self._reads[read_id] = Read(entry=entry, index=announce.index, rank=rank, page=page)
         self._by_key.setdefault(entry.session.key, set()).add(read_id)
-        self._young.append(read_id)
+        self._young.append((now + self._ctx.lease_s, read_id))
         self._pages.hold(page, Holder(HolderKind.IO, f"read:{read_id}"))
         size = len(announce.digest) // self._ctx.num_ranks
         return StartRead(
@@ -114,12 +113,13 @@ class Pulls:
         """A read over one lease is cancelled, which ends it if it has not begun. One that was begun and
         does not end within another lease: its page is never used again (protocol.md §1)."""
         out: list[Effect] = []
-        while now >= self._due(self._young, 1):
-            read_id = self._young.popleft()
-            self._cancelled.append(read_id)
+        while now >= self._due(self._young):
+            _, read_id = self._young.popleft()
+            self._cancelled.append((now + self._ctx.lease_s, read_id))
             out.append(CancelRead(read_id=read_id))
-        while now >= self._due(self._cancelled, 2):
-            self._pages.quarantine(self._reads[self._cancelled.popleft()].page)
+        while now >= self._due(self._cancelled):
+            _, read_id = self._cancelled.popleft()
+            self._pages.quarantine(self._reads[read_id].page)
             out.append(Count(name="quarantined"))
         return out
 

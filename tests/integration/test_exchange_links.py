@@ -114,7 +114,9 @@ class TestLinks:
                 await stream.next(Grant)
                 stream.send(announce(direct, second, 6))
                 await asyncio.wait_for(other.opened.wait(), 20)
-                await asyncio.wait_for(door.closed.wait(), 20)
+                await asyncio.wait_for(
+                    door.closed.wait(), 5
+                )  # well before the reader would give up by itself
                 assert not other.closed.is_set()
                 await first.close()
                 await second.close()

@@ -315,3 +315,36 @@ async def test_drain_ends_what_does_not_finish_in_time() -> None:
         await running.router.drain()
         assert await label_of(result) == "draining"
         await decode.wait_for("cancel_decode")
+
+
+async def test_closing_a_lost_workers_link_does_not_touch_the_link_of_its_return() -> None:
+    clock = ManualClock(50.0)
+    decode = FakeWorker("d", Role.DECODE)
+    async with fleet(decode, clock=clock, suspect_after_s=1.0, heartbeat_timeout_s=1.5) as running:
+        for _ in range(5):
+            clock.advance(2.0)
+            running.router.hub.roster.tick()  # lost: its link is being closed while it comes back
+            assert not running.router.hub.roster.members()
+            assert (await decode.join(running.router.address)).accepted
+            result = await running.client.generate(PROMPT, max_tokens=3).result()
+            assert (result.token_ids, result.epochs) == (completion(IDS, 3), 1)
+
+
+async def test_a_tick_that_fails_does_not_stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock(50.0)
+    decode = FakeWorker("d", Role.DECODE)
+    async with fleet(decode, clock=clock, max_queue_wait_s=5.0) as running:
+        roster, failed = running.router.hub.roster, asyncio.Event()
+        tick = roster.tick
+
+        def fails_once() -> None:
+            monkeypatch.setattr(roster, "tick", tick)
+            failed.set()
+            raise RuntimeError("a fault in a tick")
+
+        monkeypatch.setattr(roster, "tick", fails_once)
+        await decode.beat(WorkerLoad(draining=True))
+        result = asyncio.ensure_future(running.client.generate(PROMPT).result())
+        await failed.wait()
+        clock.advance(5.0)
+        assert await label_of(result) == "overloaded", "shed by a later tick"

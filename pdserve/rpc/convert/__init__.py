@@ -53,8 +53,8 @@ from pdserve.rpc.convert.records import (
 )
 from pdserve.rpc.convert.transfer import (
     envelope_from_pb,
-    envelopes_from_pb,
     envelope_to_pb,
+    envelopes_from_pb,
     page_name_from_pb,
     page_name_to_pb,
 )
@@ -101,8 +101,8 @@ __all__ = [
     "decode_event_from_pb",
     "decode_event_to_pb",
     "envelope_from_pb",
-    "envelopes_from_pb",
     "envelope_to_pb",
+    "envelopes_from_pb",
     "explanation_from_pb",
     "explanation_to_pb",
     "finish_from_pb",
