@@ -40,6 +40,7 @@ class Handoff:
         )
         self._digests = ThreadPoolExecutor(1, thread_name_prefix="digest")
         self._waiting: deque[ComputeDigest] = deque()
+        self._digesting = False
         self._servers: dict[str, PageServer] = {}
         self._pinned: dict[str, int] = {}
 
@@ -65,14 +66,18 @@ class Handoff:
     def digest(self, effect: ComputeDigest) -> None:
         """Handles ComputeDigest: off the control thread, answered by `digested`."""
         self._waiting.append(effect)
-        self._digests.submit(self._digest_some)
+        if not self._digesting:
+            self._digesting = True
+            self._digests.submit(self._digest_all)
 
-    def _digest_some(self) -> None:
-        """Digests what waits by now, or a part of it; nothing if an earlier turn has done so."""
-        batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
-        found = [(effect, self._digest(effect)) for effect in batch]
-        if found:
-            self._port.feed_soon(lambda now: self._digested(found, now))
+    def _digest_all(self) -> None:
+        """Digests what waits and tells of it in parts, the rest of them while these are announced."""
+        self._digesting = False  # first: what comes from here on asks for a turn of its own
+        while batch := [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]:
+            self._tell([(effect, self._digest(effect)) for effect in batch])
+
+    def _tell(self, found: list[tuple[ComputeDigest, bytes]]) -> None:
+        self._port.feed_soon(lambda now: self._digested(found, now))
 
     def _digested(self, found: list[tuple[ComputeDigest, bytes]], now: float) -> list[Effect]:
         return [

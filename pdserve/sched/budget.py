@@ -44,9 +44,9 @@ class Budget:
         """Rows up to the next absolute chunk border, or to the end of the tokens; see also `tail_tokens`."""
         size, tail = self._config.chunk_tokens, self._config.tail_tokens
         end = min((seq.num_computed // size + 1) * size, len(seq.tokens))
-        rows = end - seq.num_computed
+        last = len(seq.tokens) - end
         handed_over = seq.spec.kind is SeqKind.PREFILL_ONLY and not self._config.deterministic
-        if handed_over and tail and seq.num_computed and end == len(seq.tokens) and rows > 2 * tail:
-            page = self._config.page_size  # whole pages before it, so that all of them move meanwhile
-            return (end - tail) // page * page - seq.num_computed
-        return rows
+        if handed_over and tail and 2 * tail < last <= size:
+            page = self._config.page_size  # whole pages before the tail, so that all of them move meanwhile
+            end = (len(seq.tokens) - tail) // page * page
+        return end - seq.num_computed

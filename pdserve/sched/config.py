@@ -15,7 +15,7 @@ class SchedConfig:
     page_size: int
     """Rows per KV page."""
     chunk_tokens: int
-    """Prefill chunks end at absolute multiples of this many tokens."""
+    """Prefill chunks end at absolute multiples of this many tokens (but see tail_tokens)."""
     token_budget: int
     """Rows per step to aim at. Decode rows always run, and a step always has room for some prefill."""
     max_num_seqs: int
@@ -23,8 +23,8 @@ class SchedConfig:
     deterministic: bool = False
     """A chunk runs whole or not at all, so that its borders do not depend on neighbours."""
     tail_tokens: int = 0
-    """A last chunk of more than twice so many tokens, of a prompt that is handed over, is split so that about
-    as many are left for the end; 0: never. No later chunk hides the transfer of the last one's pages."""
+    """A last chunk of more than twice so many tokens, of a prompt that is handed over, leaves all but so many
+    to the chunk before it; 0: never. No later chunk hides the transfer of the last one's pages."""
     floor_pages: int = 0
     """Pages that `StepScheduler.reserve` leaves available (protocol.md §5, the prefill floor)."""
     prefix_caching: bool = True

@@ -158,7 +158,7 @@ class WorkerCore:
             out += self._route(self.scheduler.drain_events(), now)
             if self._running is not None:
                 self._step_at = now
-                out.append(RunStep(plan=self._running))
+                out.insert(0, RunStep(plan=self._running))  # compute first: the rest goes on beside it
         return self._wear_out(now) or self._generations() + out
 
     def _over(self, now: float) -> bool:

@@ -28,8 +28,8 @@ Progress = Callable[[str], None]
 LEAST_GAP_S = 5.0
 """A silence of our own shorter than this is a busy machine, however short the lease."""
 TAIL_SHARE = 4
-"""The last chunk of a long prompt for another worker is this part of a usual one. What a step more costs does
-not depend on its size: the weights are read once more (4 % of a usual chunk's time here)."""
+"""The last of a prompt's chunks for another worker is this part of a usual one; the one before it is longer.
+A step more would read the weights once more (4 % of a usual chunk's time here)."""
 GIL_SWITCH_S = 0.0005
 """How long the compute thread may keep the interpreter from the control thread (default 5 ms)."""
 

@@ -7,6 +7,7 @@ roles), effects (`driver`), Ray (`pdserve.fleet`); this class runs just as well 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import shutil
@@ -96,6 +97,9 @@ class WorkerHost:
             ).result()
             self._control.start()
             self._serving = self._call(self._serve(self._engine))
+            # What is there by now stays: the collector need not walk through torch's objects in between steps.
+            gc.collect()
+            gc.freeze()
         except BaseException:
             self.stop()
             raise

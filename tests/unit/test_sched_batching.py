@@ -58,6 +58,31 @@ def test_deterministic_chunks_that_run_already_wait_too() -> None:
     assert _rows(sim.plans[1]) == [("c", 5, 1), ("a", 8, 8)]
 
 
+@pytest.mark.parametrize(
+    ("length", "chunks"),
+    [
+        (8, [8]),  # one chunk stays one
+        (12, [8, 4]),  # short enough
+        (13, [10, 3]),  # whole pages before it
+        (16, [14, 2]),
+        (17, [8, 8, 1]),
+        (24, [8, 14, 2]),
+    ],
+)
+def test_a_prompt_that_is_handed_over_ends_with_a_short_chunk(length: int, chunks: list[int]) -> None:
+    sim = _sim(page_size=2, tail_tokens=2)
+    sim.submit("handed over", [1] * length, kind=SeqKind.PREFILL_ONLY)
+    sim.submit("stays", [1] * length, max_tokens=1)
+    sim.run()
+    assert [rows for _, rows in _chunks(sim, "handed over")] == chunks
+    stays = [rows for _, rows in _chunks(sim, "stays")]
+    assert max(stays) <= CONFIG.chunk_tokens
+    fixed = _sim(page_size=2, tail_tokens=2, deterministic=True)
+    fixed.submit("fixed", [1] * length, kind=SeqKind.PREFILL_ONLY)
+    fixed.run()
+    assert {start % CONFIG.chunk_tokens for start, _ in _chunks(fixed, "fixed")} == {0}
+
+
 def test_lower_priority_values_go_first() -> None:
     sim = _sim(max_num_seqs=1)
     sim.submit("normal", [1] * 4)
