@@ -97,7 +97,7 @@ class WorkerHost:
             ).result()
             self._control.start()
             self._serving = self._call(self._serve(self._engine))
-            # What is there by now stays: the collector need not walk through torch's objects in between steps.
+            # What is there by now stays: the collector need not walk through it between steps.
             gc.collect()
             gc.freeze()
         except BaseException:
