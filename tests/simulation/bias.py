@@ -12,7 +12,7 @@ LEASE_S = 4.0
 HEARTBEAT_S = 0.5
 SUSPECT_S = 1.6
 LOST_S = 4.0
-KEEPALIVE_S = 2.0
+KEEPALIVE_S = 3.2
 """A stream whose other end is silent for this long is broken."""
 STALL_S = 2.0
 """A tcp read without progress for this long fails."""

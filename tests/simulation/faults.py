@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pdserve.kvcache.allocator import CACHE, Holder, HolderKind
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 STORM_S = 14.0
 LATE_STREAM_S = 0.3
+OFTEN = ("partition", "partition", "partition_oneway", "slow_read", "slow_read")
+"""Drawn more often than the others, as they matter only when something is under way."""
 
 
 class Faults:
@@ -38,11 +41,13 @@ class Faults:
     def plan(self) -> None:
         """Draws the run's episodes. Called once the fleet stands."""
         rng, bias = self._world.rng, self._world.bias
-        drawn = [] if bias.only else [rng.choice(KINDS) for _ in range(rng.randint(4, 9))]
+        drawn = [] if bias.only else [rng.choice(KINDS + OFTEN) for _ in range(rng.randint(4, 9))]
         drawn += [kind for kind, count in bias.episodes for _ in range(count)]
         for kind in drawn:
             begin: Callable[[], None] = getattr(self, f"_{kind}")
-            self._world.after(rng.uniform(0.0, STORM_S * 0.75), lambda b=begin: self._begin(b))  # type: ignore[misc]
+            near = rng.choice(self._world.bursts) + rng.uniform(-0.3, 1.5)
+            at = near if rng.random() < 0.7 else rng.uniform(0.0, STORM_S * 0.75)
+            self._world.after(at, lambda b=begin: self._begin(b))  # type: ignore[misc]
 
     def _begin(self, begin: Callable[[], None]) -> None:
         if not self._world.calm:
@@ -71,11 +76,13 @@ class Faults:
 
     def _partition(self) -> None:
         if pair := self._pair():
-            self._cut("partition", [pair, pair[::-1]])
+            self._cut("partition", [pair, pair[::-1]], self._length(3.0))
 
     def _partition_oneway(self) -> None:
         if pair := self._pair():
-            self._cut("partition_oneway", [pair if self._world.rng.random() < 0.5 else pair[::-1]])
+            self._cut(
+                "partition_oneway", [pair if self._world.rng.random() < 0.5 else pair[::-1]], self._length()
+            )
 
     def _partition_router(self) -> None:
         worker = self._worker()
@@ -83,20 +90,25 @@ class Faults:
             return
         there, back = (ROUTER, worker.name), (worker.name, ROUTER)
         links = self._world.rng.choice(([there, back], [there], [back]))
-        length = self._cut("partition_router", links)
+        length = self._length()
+        if self._world.rng.random() < 0.5:  # and its clients leave, which it can not hear
+            length = self._world.rng.uniform(0.8, 1.5) * LEASE_S
+            for request in list(self._fleet.router.requests.values()):
+                if request.state.decode is not None and request.state.decode.worker_id == worker.name:
+                    leaves = partial(self._fleet.router.client_leaves, request.wish.name)
+                    self._world.after(self._world.rng.uniform(0.0, 0.3), leaves)
+        self._cut("partition_router", links, length)
         if length > KEEPALIVE_S:
             breaks = lambda: self._fleet.router.calls.break_all(worker.name, told_after=0.2)  # noqa: E731
             self._world.after(KEEPALIVE_S, breaks)
 
-    def _cut(self, kind: str, links: list[tuple[str, str]]) -> float:
-        length = self._length()
+    def _cut(self, kind: str, links: list[tuple[str, str]], length: float) -> None:
         self._world.fault(
             kind, links[0][0], f"{' and '.join(f'{a}→{b}' for a, b in links)} for {length:.2f} s"
         )
         for source, target in links:
             self._fleet.network.block(source, target)
             self._world.after(length, lambda s=source, t=target: self._fleet.network.unblock(s, t))  # type: ignore[misc]
-        return length
 
     def _link_break(self) -> None:
         if worker := self._worker():
@@ -140,7 +152,9 @@ class Faults:
         worker = self._worker(role)
         if worker is None:
             return
-        by, length = self._length(3.0), self._length(2.0)
+        by, length = self._length(), self._length(2.0)
+        if what == "read" and self._world.rng.random() < 0.3:
+            by = self._world.rng.uniform(2.2, 3.5) * LEASE_S  # for some, longer than until quarantine
         self._world.fault(f"slow_{what}", worker.name, f"by {by:.2f} s for {length:.2f} s")
         worker.slow[what] = by
         self._fleet.judge.disturbed(worker.name, by + length)

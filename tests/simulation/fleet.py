@@ -62,18 +62,24 @@ class Fleet:
         """At least 2P2D, some with one more, of a role or aggregated. Pools too small for comfort."""
         rng, bias = self.world.rng, self.world.bias
         page_size = rng.choice((2, 4, 8))
+        tight = rng.random() < 0.3  # prompts wait for each other's pages
         common: dict[str, Any] = {
-            "page_size": page_size, "chunk_tokens": page_size * rng.choice((1, 2, 4)),
-            "max_num_seqs": rng.choice((3, 8)), "local_threshold": rng.choice((0, 0, 6)),
+            "page_size": page_size, "chunk_tokens": page_size * (1 if tight else rng.choice((1, 2, 4))),
+            "max_num_seqs": 8 if tight else rng.choice((3, 8)), "local_threshold": rng.choice((0, 0, 6)),
             "credit_pages": rng.choice((1, 2, 3, 256)),
         }  # fmt: skip
-        rows = rng.randint(72, 90 if bias.reuse_at_once else rng.choice((80, 180)))
+        rows = rng.randint(72, 90 if bias.reuse_at_once or tight else 180)
         rows += 30 if bias.both_roles else 0
         pages = bias.num_pages or -(-rows // page_size)
         roles = [Role.AGGREGATED] * 2 if bias.both_roles else [Role.PREFILL] * 2 + [Role.DECODE] * 2
         extra = rng.choice((None, None, None, Role.PREFILL, Role.DECODE, Role.AGGREGATED))
         roles += [extra] if extra and not bias.both_roles else []
-        return {f"{role}-{i}": Shape(role=role, num_pages=pages, **common) for i, role in enumerate(roles)}
+        small = min(pages, -(-52 // page_size)) if tight and not bias.num_pages else pages
+        sizes = {Role.PREFILL: small}
+        return {
+            f"{role}-{i}": Shape(role=role, num_pages=sizes.get(role, pages), **common)
+            for i, role in enumerate(roles)
+        }
 
     def _draw_clock(self) -> ProcessClock:
         rng = self.world.rng

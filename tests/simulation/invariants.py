@@ -21,6 +21,7 @@ from pdserve.types import FinishReason, Key
 from router import events as ev
 from tests.simulation.bias import LEASE_S
 from tests.simulation.model import END_TOKEN, reference
+from tests.simulation.pagewatch import PageWatch
 from tests.simulation.router_calls import ROUTER
 from tests.simulation.world import Breach
 
@@ -50,6 +51,7 @@ class Judge:
         self._over: set[tuple[int, Key]] = set()
         self._retracted: set[tuple[int, str]] = set()
         self._oldest: dict[int, tuple[object, float]] = {}
+        self._pools: dict[int, PageWatch] = {}
         self._truths: dict[str, tuple[int, ...]] = {}
 
     # -- what explains trouble ------------------------------------------------------------------------------
@@ -86,13 +88,14 @@ class Judge:
             self.current = before
 
     def after_input(self, process: Process) -> None:
-        if problem := process.core.check_integrity():
+        if problem := self._pools[process.incarnation].problem():
             raise self._world.breach("S3", f"{process.name}: {problem}")
 
     # -- retraction (D10, L3) -------------------------------------------------------------------------------
 
     def watch(self, process: Process) -> None:
-        """Sees the scheduler's events on their way to the roles."""
+        """Sees what pages it has, and the scheduler's events on their way to the roles."""
+        self._pools[process.incarnation] = PageWatch(process.pages)
         for role in (process.prefill, process.decode):
             role.seq_event = self._watched(process, role.seq_event)  # type: ignore[method-assign]
 
@@ -296,6 +299,8 @@ class Judge:
 
     def look(self, process: Process) -> None:
         """Every heartbeat of a process."""
+        if problem := process.core.check_integrity():
+            raise self._world.breach("S3", f"{process.name}: {problem}")
         self._look_at_holders(process)
         self._look_at_oldest(process)
         for request in self._fleet.router.requests.values():

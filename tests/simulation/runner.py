@@ -77,9 +77,9 @@ def _check_size(run: Run) -> None:
 
 
 def _storm(world: World, fleet: Fleet) -> None:
-    fleet.faults.plan()
     for wish, at in _wishes(world):
         world.after(at, lambda w=wish: _submit(world, fleet, w))  # type: ignore[misc]
+    fleet.faults.plan()
     world.run(lambda: world.now >= STORM_S, STORM_S)
     world.now = STORM_S
 
@@ -89,7 +89,7 @@ def _wishes(world: World) -> list[tuple[Wish, float]]:
     rng, bias = world.rng, world.bias
     prompts: list[tuple[int, ...]] = []
     out = []
-    bursts = [rng.uniform(0.0, STORM_S * 0.8) for _ in range(rng.choice((3, 8, 30)))]
+    bursts = world.bursts = [rng.uniform(0.0, STORM_S * 0.8) for _ in range(rng.choice((2, 6, 30)))]
     for i in range(bias.num_requests or rng.randint(22, 30)):
         prompt = tuple(rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 40)))
         if prompts and rng.random() < (0.5 if bias.sharing is None else bias.sharing):
@@ -137,7 +137,8 @@ def _calm(world: World, fleet: Fleet) -> None:
     world.note("world", "is calm from here on")
 
     def healthy() -> bool:
-        return fleet.router.done and all(p.alive and not p.stopped for p in fleet.processes.values())
+        well = all(p.alive and not p.stopped and not p.reads for p in fleet.processes.values())
+        return fleet.router.done and well
 
     if not world.run(healthy, LIMIT_S):
         waiting = [name for name, request in fleet.router.requests.items() if request.end is None]

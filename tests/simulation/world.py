@@ -53,6 +53,7 @@ class World:
         self.pace = self.pace if bias.pace is None else bias.pace
         self.texts = Texts()
         self.trace = Trace()
+        self.bursts = [0.0]
         self.arrows: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.counters: Counter[str] = Counter()
