@@ -47,18 +47,20 @@ class Read:
         self.started_at = reader.world.now
         self.struck = ""  # a fault that explains a mismatch
         self._pin = ""
-        self.duration = reader.read_duration(effect)
+        whole = reader.read_duration(effect)
+        self.queued = min(whole, STALL_S) * reader.world.rng.random()  # behind other pages
+        self.duration = whole - self.queued
         self.half = reader.memory.page_size // 2
         self.num_ranks = reader.context.num_ranks
 
     def start(self) -> None:
-        wait = self.reader.world.rng.uniform(0.0001, 0.003)
+        wait = 0.0001 + self.queued
         if self.source is None:
             self.reader.later(wait, lambda: self.finish(ReadStatus.FAILED))
         elif self.path == "shm":
             self.reader.later(wait, self._shm_begin)
         else:
-            self._ask()
+            self.reader.later(wait, self._ask)
 
     def cancel(self) -> None:
         """Ends a read that does not move yet; a moving one goes on."""
@@ -134,6 +136,8 @@ class Read:
 
     def _ask(self) -> None:
         assert self.source is not None
+        if self.ended:
+            return
         reader, source = self.reader, self.source
         reader.later(STALL_S + self.duration, self._stalled)
         reader.fleet.network.stream(reader.name, source.name, lambda: source.later(0.0, self._serve))

@@ -93,14 +93,18 @@ class Faults:
         length = self._length()
         if self._world.rng.random() < 0.5:  # and its clients leave, which it can not hear
             length = self._world.rng.uniform(0.8, 1.5) * LEASE_S
-            for request in list(self._fleet.router.requests.values()):
-                if request.state.decode is not None and request.state.decode.worker_id == worker.name:
-                    leaves = partial(self._fleet.router.client_leaves, request.wish.name)
-                    self._world.after(self._world.rng.uniform(0.0, 0.3), leaves)
+            self._slow_down(worker, "read", self._world.rng.uniform(0.5, 3.0), length)
+            self._world.after(self._world.rng.uniform(0.1, 1.5), partial(self._all_leave, worker.name))
         self._cut("partition_router", links, length)
         if length > KEEPALIVE_S:
             breaks = lambda: self._fleet.router.calls.break_all(worker.name, told_after=0.2)  # noqa: E731
             self._world.after(KEEPALIVE_S, breaks)
+
+    def _all_leave(self, name: str) -> None:
+        """The clients of all requests that decode on a worker go away."""
+        for request in list(self._fleet.router.requests.values()):
+            if request.state.decode is not None and request.state.decode.worker_id == name:
+                self._fleet.router.client_leaves(request.wish.name)
 
     def _cut(self, kind: str, links: list[tuple[str, str]], length: float) -> None:
         self._world.fault(
@@ -154,7 +158,10 @@ class Faults:
             return
         by, length = self._length(), self._length(2.0)
         if what == "read" and self._world.rng.random() < 0.3:
-            by = self._world.rng.uniform(2.2, 3.5) * LEASE_S  # for some, longer than until quarantine
+            by = self._world.rng.uniform(2.5, 5.0) * LEASE_S  # for some, longer than until quarantine
+        self._slow_down(worker, what, by, length)
+
+    def _slow_down(self, worker: Process, what: str, by: float, length: float) -> None:
         self._world.fault(f"slow_{what}", worker.name, f"by {by:.2f} s for {length:.2f} s")
         worker.slow[what] = by
         self._fleet.judge.disturbed(worker.name, by + length)
@@ -260,7 +267,7 @@ class Faults:
         return rng.uniform(0.0, 2 * LEASE_S)
 
     def _forge(self) -> None:
-        """A prefill worker announces pages of other texts for a while, as one with a broken index would."""
+        """A prefill worker announces pages of other texts or times for a while, as with a broken index."""
         worker = self._worker(Role.PREFILL)
         if worker is not None:
             self._forging[worker.name] += 1
@@ -270,6 +277,8 @@ class Faults:
         if not isinstance(message, Announce) or not self._forging[sender] or self._world.rng.random() < 0.5:
             return message
         self._world.fault("forge", sender, f"{message.key} page {message.index}")
+        if self._world.rng.random() < 0.3:
+            return replace(message, page=replace(message.page, generation=message.page.generation + 1))
         return replace(message, content_key=bytes(16))
 
 

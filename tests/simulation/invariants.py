@@ -64,7 +64,7 @@ class Judge:
         """When something last struck one of these processes or the links among them and the router."""
         network = self._fleet.network
         times = [self._disturbed.get(name, -_BIG) for name in names]
-        times += [self._fleet.processes[name].born_at for name in names]
+        times += [p.born_at or -_BIG for p in map(self._fleet.processes.__getitem__, names)]
         ends = (*names, ROUTER)
         times += [network.last_disturbed(a, b) for i, a in enumerate(ends) for b in ends[i + 1 :]]
         now = self._world.now
@@ -211,7 +211,8 @@ class Judge:
         self._world.counters[f"reads_{status}"] += 1
         flipped = read.source is not None and self._fleet.faults.flips_in(read.source)
         if status is ReadStatus.MISMATCH and not (read.struck or flipped or self._world.bias.mask):
-            raise self._world.breach("false alarms", f"{process.name}: clean bytes failed their digest")
+            detail = f"{process.name}: page {read.effect.index} of {read.effect.key} failed its digest"
+            raise self._world.breach("false alarms", f"{detail} though nothing struck it")
 
     def alarmed(self, process: Process, message: object) -> None:
         """Decode complains about what prefill said. Did anything strike it?"""

@@ -6,7 +6,7 @@ Crueller than the product's real links, on purpose: those are one gRPC stream pe
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 
 from tests.simulation.bias import LEASE_S, RATES
@@ -23,7 +23,8 @@ class Network:
         self._world = world
         self._blocked: Counter[Link] = Counter()
         self._last: dict[Link, float] = defaultdict(float)
-        self._stalled: dict[Link, list[Deliver]] = defaultdict(list)
+        self._queues: dict[Link, deque[Deliver]] = defaultdict(deque)
+        self._held: Counter[Link] = Counter()
         self.disturbed: dict[Link, float] = defaultdict(lambda: float("-inf"))
         self.rates = self._draw_rates()
 
@@ -44,9 +45,9 @@ class Network:
         link = (source, target)
         self._blocked[link] -= 1
         self.disturb(*link)
-        if not self._blocked[link]:
-            for deliver in self._stalled.pop(link, []):
-                self._ordered(link, deliver)
+        while not self._blocked[link] and self._held[link]:
+            self._held[link] -= 1
+            self._world.after(self._world.rng.uniform(0.0001, 0.01), lambda: self._arrive(link))
 
     def cut(self, one: str, other: str) -> bool:
         """Whether something between the two does not pass, either way."""
@@ -65,18 +66,14 @@ class Network:
 
     def stream(self, source: str, target: str, deliver: Deliver) -> None:
         """In order, exactly once; held back while the link is cut."""
-        link = (source, target)
-        if self._blocked[link]:
-            self._stalled[link].append(deliver)
-        else:
-            self._ordered(link, deliver)
+        self._ordered((source, target), deliver)
 
     def message(self, source: str, target: str, deliver: Deliver, what: object) -> None:
         """Once and in order if nothing strikes."""
         rng, link = self._world.rng, (source, target)
         if self._blocked[link]:
             if rng.random() < 0.5:
-                self._stalled[link].append(deliver)
+                self._ordered(link, deliver)
             return
         if self._strikes("drop", link, what):
             return
@@ -102,10 +99,12 @@ class Network:
         world = self._world
         at = max(world.now + world.rng.uniform(0.0001, 0.01), self._last[link])
         self._last[link] = at
-        world.after(at - world.now, lambda: self._arrive(link, deliver))
+        self._queues[link].append(deliver)
+        world.after(at - world.now, lambda: self._arrive(link))
 
-    def _arrive(self, link: Link, deliver: Deliver) -> None:
+    def _arrive(self, link: Link) -> None:
+        """Something is through: what was sent first."""
         if self._blocked[link]:
-            self._stalled[link].append(deliver)
+            self._held[link] += 1
         else:
-            deliver()
+            self._queues[link].popleft()()

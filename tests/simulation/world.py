@@ -18,6 +18,8 @@ from tests.simulation.model import Texts
 from tests.simulation.trace import Trace
 
 _REQUEST = re.compile(r"\b(r\d+(x\d+)*|probe\d)\b")
+TINY_S = 1e-7
+MANY = 20_000
 
 
 class Breach(AssertionError):
@@ -88,10 +90,14 @@ class World:
 
     def run(self, until: Callable[[], bool], limit_s: float) -> bool:
         """Runs events until the condition holds. False when nothing is left or virtual time is up."""
-        heap = self._heap
+        heap, still = self._heap, 0
         while not until():
             if not heap or heap[0][0] > limit_s:
                 return False
+            before = self.now
             self.now, _, what = heapq.heappop(heap)
+            still = still + 1 if self.now - before < TINY_S else 0
+            if still > MANY:
+                raise self.breach("L1", "time stands still: something happens again and again")
             what()
         return True

@@ -144,6 +144,18 @@ def test_p8_a_nack_for_what_was_not_announced_means_nothing() -> None:
     assert made.step(Nack(key=KEY, index=0, digest=b"x" * 16), 0.0) == []
 
 
+def test_p8_an_ack_ends_a_rehash_that_its_nack_began() -> None:
+    # A Nack sent twice, or late: the page is verified by now, its hold goes, and its digest may never come.
+    made = session(*COMPUTING, sealed(0), digested(0))
+    assert has(made.step(Nack(key=KEY, index=0, digest=b"x" * 16), 0.0), ev.PRehash)
+    made.step(Ack(key=KEY, index=0), 0.0)
+    made.step(sealed(1), 0.0)
+    announced = [e.message for e in made.step(digested(1), 0.0) if isinstance(e, ev.PSend)]
+    assert [m.index for m in announced if isinstance(m, Announce)] == [1], (
+        "later pages wait for no dead check"
+    )
+
+
 def test_p7_an_ack_drops_the_hold_once() -> None:
     made = session(*COMPUTING, sealed(0), digested(0))
     assert made.step(Ack(key=KEY, index=0), 0.0) == [ev.PDrop(index=0, page=page(0))]
