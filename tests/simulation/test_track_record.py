@@ -1,7 +1,7 @@
 """Seeds that once found a defect of the product, kept (docs/failure-modes.md has the table).
 
-A seed means another story once the simulated world changes, so each defect also has a short test of its own; its
-name is given with the seed.
+A seed means another story once the simulated world changes, so each defect also has a short test of its
+own; its name is given with the seed.
 """
 
 from __future__ import annotations

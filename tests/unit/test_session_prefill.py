@@ -147,7 +147,7 @@ def test_p8_a_nack_for_what_was_not_announced_means_nothing() -> None:
 def test_p8_an_ack_ends_a_rehash_that_its_nack_began() -> None:
     # A Nack sent twice, or late: the page is verified by now, its hold goes, and its digest may never come.
     made = session(*COMPUTING, sealed(0), digested(0))
-    assert has(made.step(Nack(key=KEY, index=0, digest=b"x" * 16), 0.0), ev.PRehash)
+    assert any(isinstance(e, ev.PRehash) for e in made.step(Nack(key=KEY, index=0, digest=b"x" * 16), 0.0))
     made.step(Ack(key=KEY, index=0), 0.0)
     made.step(sealed(1), 0.0)
     announced = [e.message for e in made.step(digested(1), 0.0) if isinstance(e, ev.PSend)]
