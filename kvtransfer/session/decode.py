@@ -360,16 +360,14 @@ class DecodeSession:
         return self._end(DEnd(finish=event.reason), Outcome.COMPLETE)
 
     def _end(self, end: DEnd, outcome: Outcome) -> list[DEffect]:
-        self.state = DState.CLOSING
-        self.outcome = outcome
+        self.state, self.outcome = DState.CLOSING, outcome
         return [end, *self._maybe_release()]
 
     def _on_stop(self, event: Stop) -> list[DEffect]:
         if not self.live:
             return []
-        out: list[DEffect] = []
+        out: list[DEffect] = [DCancelReads()] if self.num_reading else []
         if self.state is DState.PULL:
-            out += [DCancelReads()] if self.num_reading else []
             out.append(DSend(message=Abort(key=self.key, outcome=event.outcome, detail=event.label)))
         if self.computing:
             out.append(DStopCompute())

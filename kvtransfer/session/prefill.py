@@ -298,7 +298,7 @@ class PrefillSession:
             return []
         self.lease_until = now + self.lease_s
         page.acked = True
-        page.rehashing = False  # decode has it whole: a check under way proves nothing more, and may never end
+        page.rehashing = False  # it arrived whole: a check under way proves nothing more, and may never end
         return self._drop(event.index)
 
     def _drop(self, index: int) -> list[PEffect]:

@@ -42,8 +42,8 @@ def wrong_rows(patch: Patch) -> None:
     """A copy that loses a row."""
     original = Memory.copy
 
-    def copy(self: Memory, page: int, source: list[int], start: int, end: int) -> None:
-        original(self, page, source, start, end)
+    def copy(self: Memory, page: int, *about: Any) -> None:
+        original(self, page, *about)
         self.rows[page][0] = 0
 
     patch.setattr(Memory, "copy", copy)
