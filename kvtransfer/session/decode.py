@@ -225,7 +225,8 @@ class DecodeSession:
             self.granted_again_at = float("inf")
 
     def _progressed(self, now: float) -> None:
-        """Once P is done, or its last page is here, what is missing comes within a lease, or never."""
+        """P lives and says that it is done, or has sent its last page: what is missing then comes within a
+        lease, through all of P's repeats, or never. Before that P may be waiting or computing."""
         whole = bool(self.want) and self.verified_prefix == self.num_pages
         self.settle_until = now + self.lease_s if whole or self.finish is not None else float("inf")
 
@@ -313,7 +314,8 @@ class DecodeSession:
         return out
 
     def _on_abort(self, event: Abort, now: float) -> list[DEffect]:
-        """P is over. If it never began, a moment for the router: another P (a higher key), or Switch."""
+        """P has ended its part. If it never began, the router has been told so too, and may have another P
+        for us (a higher epoch, which takes over) or say that there is none (Switch): a moment for that."""
         if event.outcome is not Outcome.NEVER_STARTED or not self.pulling:
             return self._switch(f"prefill gave up: {event.outcome}", tell_peer=False)
         self.granted_again_at = float("inf")
