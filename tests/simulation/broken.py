@@ -19,7 +19,7 @@ from kvtransfer.session.prefill_events import PDrop
 from pdserve.errors import PermissionRefused
 from pdserve.kvcache.allocator import Holder, HolderKind, PageAllocator
 from pdserve.kvcache.manager import PageManager
-from pdserve.messages import Abort, Finish
+from pdserve.messages import Abort, Announce, Finish
 from pdserve.sched.admission import Admission
 from pdserve.types import Key
 from router import events as ev
@@ -180,25 +180,23 @@ def credit_adds_up(original: Any) -> Any:
 
 
 def another_digest(original: Any) -> Any:
-    def announcement(self: PrefillSession, index: int, page: Any) -> Any:
-        message = original(self, index, page)
-        again = getattr(self, "_told", None)
-        told = _TOLD.setdefault(self.key, set())
-        if index in told and again is None:
-            return replace(message, digest=bytes(16))
-        told.add(index)
-        return message
+    def repeat(self: PrefillSession, now: float) -> Any:
+        return [
+            replace(e, message=replace(e.message, digest=bytes(16))) if isinstance(_said(e), Announce) else e
+            for e in original(self, now)
+        ]
 
-    return announcement
+    return repeat
 
 
-_TOLD: dict[Key, set[int]] = {}
+def _said(effect: Any) -> Any:
+    return getattr(effect, "message", None)
 
 
 def finish_only_once(original: Any) -> Any:
     def repeat(self: PrefillSession, now: float) -> Any:
         effects = original(self, now)
-        return [e for e in effects if not isinstance(getattr(e, "message", None), Finish)]
+        return [e for e in effects if not isinstance(_said(e), Finish)]
 
     return repeat
 
@@ -206,7 +204,7 @@ def finish_only_once(original: Any) -> Any:
 def announce_only_once(original: Any) -> Any:
     def repeat(self: PrefillSession, now: float) -> Any:
         effects = original(self, now)
-        return [e for e in effects if isinstance(getattr(e, "message", None), Finish | Abort)]
+        return [e for e in effects if isinstance(_said(e), Finish | Abort)]
 
     return repeat
 

@@ -164,7 +164,7 @@ DEFECTS = (
     ),
     Defect(
         name="an index is announced twice with two digests",  # hidden by: decode compares them
-        patches=(Patch(owner=PrefillSession, name="_announcement", make=another_digest),),
+        patches=(Patch(owner=PrefillSession, name="_repeat", make=another_digest),),
         layers=(Patch(owner=DecodeSession, name="_on_announce", make=any_digest_again),),
         bias=Bias(rates=(("drop", 0.08),), only=True), rules=frozenset({"false alarms"}),
     ),

@@ -11,7 +11,7 @@ from tests.simulation import coverage
 from tests.simulation.run import Bar, run_many
 from tests.simulation.runner import run_seed
 
-NUM_SEEDS = 200
+NUM_SEEDS = 1000
 NUM_FULL = 20_000
 
 
