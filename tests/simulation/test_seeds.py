@@ -23,6 +23,7 @@ def test_a_thousand_seeds_break_nothing_and_meet_everything(capfd: pytest.Captur
             print(coverage.table(sums.arrows, sums.faults))
     assert sums.failed_seed is None, sums.failure
     assert sums.runs == NUM_SEEDS
+    assert coverage.missing(sums.arrows, sums.faults) == []
 
 
 @pytest.mark.full
