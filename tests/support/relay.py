@@ -82,7 +82,7 @@ class Relay(transfer_pb2_grpc.TransferServiceServicer):
         try:
             while True:
                 envelope = await out.get()
-                yield transfer_pb2.ExchangeResponse(envelope=convert.envelope_to_pb(envelope))
+                yield transfer_pb2.ExchangeResponse(envelopes=[convert.envelope_to_pb(envelope)])
         finally:
             reader.cancel()
             call.cancel()
@@ -90,17 +90,17 @@ class Relay(transfer_pb2_grpc.TransferServiceServicer):
 
     async def _upward(self, requests: AsyncIterator[Any]) -> AsyncIterator[transfer_pb2.ExchangeRequest]:
         async for request in requests:
-            envelope = convert.envelope_from_pb(request.envelope)
-            for message in self._hooked(self.to_prefill, envelope.message):
-                made = convert.envelope_to_pb(replace(envelope, message=message))
-                yield transfer_pb2.ExchangeRequest(envelope=made)
+            for envelope in map(convert.envelope_from_pb, request.envelopes):
+                for message in self._hooked(self.to_prefill, envelope.message):
+                    made = convert.envelope_to_pb(replace(envelope, message=message))
+                    yield transfer_pb2.ExchangeRequest(envelopes=[made])
 
     async def _downward(self, call: Any, out: asyncio.Queue[Envelope]) -> None:
         async for response in call:
-            envelope = convert.envelope_from_pb(response.envelope)
-            self._streams[envelope.receiver_incarnation] = (envelope, out)
-            for message in self._hooked(self.to_decode, envelope.message):
-                out.put_nowait(replace(envelope, message=message))
+            for envelope in map(convert.envelope_from_pb, response.envelopes):
+                self._streams[envelope.receiver_incarnation] = (envelope, out)
+                for message in self._hooked(self.to_decode, envelope.message):
+                    out.put_nowait(replace(envelope, message=message))
 
     def _hooked(self, hook: Hook, message: TransferMessage) -> list[TransferMessage]:
         try:

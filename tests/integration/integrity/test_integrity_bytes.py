@@ -16,8 +16,9 @@ import pytest
 from kvtransfer.wire import HEADER
 from pdserve.messages import Announce, Nack, TransferMessage
 from pdserve.types import PageName
+from tests.support import direct as dx
 from tests.support.chaos import Cut, Step
-from tests.support.integrity import NUM_PAGES, Bench
+from tests.support.integrity import NUM_PAGES, PROMPT, Bench
 
 Damage = Callable[[bytearray], None]
 LAYERS = 30
@@ -93,6 +94,8 @@ async def test_a_byte_that_flips_in_the_target_page_before_it_is_verified(bench:
     """tcp: half the page has come, then decode's own memory changes. On shm there is no such moment: a word
     is digested as it is stored; what memory does to it after that is a fault after the check."""
     pool, flipped = bench.decode["tcp"].pool, []
+    tokens = tuple(token + 7 for token in PROMPT)
+    await bench.right("shm", tokens)  # by the other worker: none of these bytes is in this one's memory yet
 
     def damage(start: bytes) -> Callable[[], None]:
         def wait_and_flip() -> None:
@@ -110,9 +113,8 @@ async def test_a_byte_that_flips_in_the_target_page_before_it_is_verified(bench:
         return [header + payload[:half], damage(bytes(payload[:4096])), bytes(payload[half:])]
 
     bench.proxy.page = page
-    came = await bench.run("tcp")
-    assert len(flipped) == 1
-    assert len(flipped[0]) == 1
+    came = await bench.run("tcp", tokens)
+    assert [len(found) for found in flipped] == [1]
     came.assert_repaired(resent=1)
 
 
@@ -240,12 +242,10 @@ async def test_pages_of_two_requests_exchanged_on_the_way(bench: Bench) -> None:
                 return [one, second, two, first]
         return [header, bytes(payload)]
 
-    other = tuple(token + 1 for token in bench.ask("tcp").token_ids)
-    wants = [await bench.right("tcp", tokens) for tokens in (bench.ask("tcp").token_ids, other)]
+    other = tuple(token + 1 for token in PROMPT)
+    wants = [await bench.right("tcp", tokens) for tokens in (PROMPT, other)]
     bench.proxy.page = page
     asks = [bench.ask("tcp"), bench.ask("tcp", other)]
-    from tests.support import direct as dx
-
     got = await asyncio.gather(*(dx.generate(ask) for ask in asks))
     assert [tokens for tokens, _ in got] == wants
     assert sum(ended.ledger.transfer.resent_pages for _, ended in got) == 2
