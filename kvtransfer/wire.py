@@ -62,7 +62,7 @@ class WireError(Exception):
     """The other end broke the rules of this file. The connection is of no more use."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Frame:
     """A received frame. A PAGE's payload lies where `place` put it. sequence: of the READ it is about."""
 

@@ -8,6 +8,7 @@ What lives here: the rounds and their clock. What does not: the ways (`ways`), t
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import tempfile
@@ -24,14 +25,15 @@ from pdserve.garbage import keep_what_is_loaded
 
 
 def clocked(calls: Mapping[str, Callable[[], None]], rounds: int, cpu: Callable[[], float]) -> Any:
-    """Seconds of each call in each round, the calls interleaved, and the CPU seconds of each; the first round
-    does not count."""
+    """Seconds of each call in each round, and its CPU seconds in all. The calls are interleaved, in each
+    round in a new order, since each leaves the caches to the next; the first round does not count."""
+    chance = random.Random(1)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     spent = dict.fromkeys(calls, 0.0)
     for number in range(rounds + 1):
-        for name, call in calls.items():
+        for name in chance.sample(list(calls), len(calls)):
             before, begin = cpu(), time.perf_counter()
-            call()
+            calls[name]()
             took = time.perf_counter() - begin
             if number:
                 seconds[name].append(took)

@@ -10,7 +10,7 @@ import mmap
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -78,10 +78,10 @@ def request(target: Target, pool_id: int, page: int, *, digest: bytes | None = N
     )
 
 
-def pull(reader: PageReader, target: Target, pool_id: int, digest: bytes | None = None) -> None:
-    """Reads all pages, as many at once as there are. Raises RuntimeError if one is not good."""
+def pull(reader: PageReader, requests: Sequence[ReadRequest]) -> None:
+    """Reads pages, as many at once as there are. Raises RuntimeError if one is not good."""
     finished, bad = threading.Event(), []
-    left = [len(target.views)]
+    left = [len(requests)]
 
     def note(done: ReadDone) -> None:
         left[0] -= 1
@@ -90,8 +90,8 @@ def pull(reader: PageReader, target: Target, pool_id: int, digest: bytes | None 
         if not left[0]:
             finished.set()
 
-    for page in range(len(target.views)):
-        reader.read(request(target, pool_id, page, digest=digest), note)
+    for read in requests:
+        reader.read(read, note)
     if not finished.wait(WAIT_S) or bad:
         raise RuntimeError(f"{len(bad)} pages went wrong: {bad[:1]}")
 
@@ -197,10 +197,9 @@ def all_ways(remote: Remote, page_kib: int, target: Target) -> Iterator[list[Way
             calls.append(("NIXL itself", raw.pull, ("memcpy",)))
             reader = enter(transport("nixl").reader(config("nixl")))
             readers.append(("nixl", reader, None, ("NIXL itself", "memcpy")))
-        calls += [
-            (name, partial(pull, reader, target, pool_id, digest), bases)
-            for name, reader, digest, bases in readers
-        ]
+        for name, reader, digest, bases in readers:
+            reads = [request(target, pool_id, page, digest=digest) for page in range(len(target.views))]
+            calls.append((name, partial(pull, reader, reads), bases))
         yield [
             Way(name=name, pull=call, bases=bases, descriptor_bytes=target.page_bytes)
             for name, call, bases in calls
