@@ -82,12 +82,13 @@ class Link:
         self._outbox: deque[TransferMessage] = deque(maxlen=MAX_OUTBOX)
         self._wake = asyncio.Event()
         self._stream = object()
+        self._given_up = False
         self._task = port.loop.create_task(self._run())
 
     @property
     def over(self) -> bool:
-        """Whether it has given up."""
-        return self._task.done()
+        """Whether it has given up, though its channel may not be closed yet: nothing is sent any more."""
+        return self._given_up or self._task.done()
 
     def send(self, message: TransferMessage) -> None:
         """Queues a message; the oldest is lost when the queue is full (timers repeat it)."""
@@ -125,6 +126,7 @@ class Link:
                 failures += 1
                 await asyncio.sleep(min(LAST_RETRY_S, FIRST_RETRY_S * 2**failures))
         finally:
+            self._given_up = True  # before anything is waited for: a Dial from here on makes a new link
             self._on_over(self._peer)
             await asyncio.gather(*(channel.close(None) for channel in channels.all()))
 

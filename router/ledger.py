@@ -29,8 +29,11 @@ class Journal:
     clocks: dict[str, ClockOffset] = field(default_factory=dict)
 
     def sent(self, now: float) -> None:
-        """A try's calls are about to be sent."""
+        """A try's calls are about to be sent. A next one that is not queued (another prefill worker is taken)
+        waits from here on.
+        """
         self.waits.append((self.waiting_since, now))
+        self.waiting_since = now
 
     def requeued(self, now: float) -> None:
         """The request waits for another try."""

@@ -47,22 +47,25 @@ class RouterKeeper:
         if now >= self._again_at:
             self._restart()
 
-    def _backoff(self, now: float) -> float:
-        """How long to wait now; the first failure after a good time costs nothing."""
-        self._failures = 0 if now - self._started_at >= HEALTHY_AFTER_S else self._failures + 1
+    def _backoff(self, now: float, *, listened: bool = True) -> float:
+        """How long to wait now; the first failure after a good time costs nothing. listened: it did; one that
+        took long to fail at its start had no good time."""
+        healthy = listened and now - self._started_at >= HEALTHY_AFTER_S
+        self._failures = 0 if healthy else self._failures + 1
         if self._failures <= 1:
             return 0.0
         return float(min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (self._failures - 2)))
 
     def _restart(self) -> None:
         self._again_at = None
-        self._started_at = self._clock()
         try:
             self.child = self._start(*self._ports)
         except PdserveError as error:
-            self._again_at = self._clock() + self._backoff(self._clock())
+            now = self._clock()
+            self._again_at = now + self._backoff(now, listened=False)
             self._say(f"the router can not be started: {error.message}")
         else:
+            self._started_at = self._clock()
             self._say(f"the router listens on {self.child.address} again")
 
     def kill(self) -> None:

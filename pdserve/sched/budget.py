@@ -48,5 +48,5 @@ class Budget:
         handed_over = seq.spec.kind is SeqKind.PREFILL_ONLY and not self._config.deterministic
         if handed_over and tail and 2 * tail < last <= size:
             page = self._config.page_size  # whole pages before the tail, so that all of them move meanwhile
-            end = (len(seq.tokens) - tail) // page * page
+            end = max(end, (len(seq.tokens) - tail) // page * page)  # large pages: no border behind it
         return end - seq.num_computed

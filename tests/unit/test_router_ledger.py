@@ -120,6 +120,16 @@ def test_the_offsets_of_the_first_token_count_for_the_whole_ledger() -> None:
     assert assemble(made, told(), drifted, 700.0) == whole()
 
 
+def test_time_in_the_queue_counts_once_when_the_prefill_worker_is_changed() -> None:
+    made = journal()
+    made.sent(100.04)  # a rebind: sent again, and never back in the queue
+    made.token(told(), 101.0, CLOCKS)
+    ledger = assemble(made, told(), CLOCKS, 105.0)
+    waits = [(span.begin_s, span.end_s) for span in ledger.spans if span.phase is Phase.QUEUE]
+    assert waits == [pytest.approx((0.01, 0.03)), pytest.approx((0.03, 0.04))]
+    assert ledger.residual_s == pytest.approx(0.0, abs=1e-6)
+
+
 def test_a_request_that_waits_has_what_is_known() -> None:
     made = Journal(came_at=100.0, queued_at=100.01, waiting_since=100.01)
     assert [s.phase for s in assemble(made, Ledger(), (), 100.5).spans] == [Phase.TOKENISE]

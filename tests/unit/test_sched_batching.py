@@ -48,6 +48,19 @@ def test_deterministic_chunks_wait_rather_than_shrink() -> None:
     assert _rows(sim.plans[0]) == [("a", 0, 8), ("b", 0, 8)]
 
 
+@pytest.mark.parametrize("chunk_tokens", [8, 6, 3, 2])
+@pytest.mark.parametrize("length", range(3, 24))
+def test_a_prompt_is_computed_however_large_pages_are_beside_its_tail(length: int, chunk_tokens: int) -> None:
+    sim = _sim(chunk_tokens=chunk_tokens, tail_tokens=1, token_budget=chunk_tokens + 3)
+    for name in ("a", "behind"):
+        sim.submit(name, [1] * length, kind=SeqKind.PREFILL_ONLY)
+    for _ in range(40):
+        sim.step()
+    for name in ("a", "behind"):
+        assert min(rows for _, rows in _chunks(sim, name)) > 0
+        assert sum(rows for _, rows in _chunks(sim, name)) == length
+
+
 def test_deterministic_chunks_that_run_already_wait_too() -> None:
     sim = _sim(deterministic=True, token_budget=16)
     sim.submit("a", [1] * 30)
