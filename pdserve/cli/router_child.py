@@ -32,17 +32,25 @@ class RouterChild:
     @classmethod
     def start(cls, arguments: Sequence[str], secret: str) -> RouterChild:
         """Starts a router and waits until it listens. Raises the router's own error if it does not."""
-        read, write = os.pipe()
+        try:
+            read, write = os.pipe()
+        except OSError:
+            raise Unavailable("no pipe can be made for the router") from None
         environ = {"GRPC_VERBOSITY": "NONE", **child_environment(os.environ), SECRET_VARIABLE: secret}
-        process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
-            [sys.executable, "-m", "pdserve.cli", "router", *arguments, "--ready-fd", str(write)],
-            pass_fds=(write,),
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        os.close(write)
+        try:
+            process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
+                [sys.executable, "-m", "pdserve.cli", "router", *arguments, "--ready-fd", str(write)],
+                pass_fds=(write,),
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(read)
+            raise Unavailable("no process can be started for the router") from None
+        finally:
+            os.close(write)
         try:
             message = json.loads(_line(read) or "{}")
         except BaseException:
@@ -99,13 +107,13 @@ def router_arguments(config: ServeConfig, file: Path | None) -> list[str]:
 
 
 def _line(descriptor: int) -> str:
-    """The first line from a pipe, or what came before its end. Raises Unavailable when nothing comes."""
+    """The first line from a pipe, "" if it ends before that. Raises Unavailable when nothing comes."""
     deadline, text = time.monotonic() + LISTEN_TIMEOUT_S, b""
     while not text.endswith(b"\n"):
         if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
             raise Unavailable("the router did not listen in time")
         piece = os.read(descriptor, 65536)
         if not piece:
-            break
+            return ""
         text += piece
     return text.decode()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -53,3 +55,31 @@ def test_a_router_that_takes_long_to_fail_at_its_start_is_not_taken_for_one_that
     assert starts.at[1] == HEALTHY_AFTER_S  # at once: the first one had served for long
     assert pauses[1] >= FIRST_BACKOFF_S
     assert pauses[3] > pauses[2] > pauses[1]
+
+
+def test_a_router_for_which_no_descriptor_is_left_is_an_error_that_the_keeper_knows() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for spare in range(3):
+        held = []
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, before)) + 16, hard))
+            held = _all_descriptors()
+            for _ in range(spare):
+                os.close(held.pop())
+            with pytest.raises(Unavailable):
+                RouterChild.start([], "00" * 32)
+        finally:
+            for descriptor in held:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not set(os.listdir("/proc/self/fd")) - before
+
+
+def _all_descriptors() -> list[int]:
+    held: list[int] = []
+    while True:
+        try:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            return held
