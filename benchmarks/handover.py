@@ -186,7 +186,7 @@ def show(lines: Sequence[dict[str, Any]]) -> None:
                f"{each['peak_held_bytes'] / 2**20:>10.1f}" if moved else "")
         )  # fmt: skip
         phases = "  ".join(f"{name} {value:.2f}" for name, value in each["phases_ms"].items())
-        print(f"    on the path, ms: {phases}")
+        print(f"    on the path, ms: {phases}", flush=True)
 
 
 def say(text: str) -> None:
@@ -209,12 +209,12 @@ def main() -> None:
     facts["command"] = "python -m benchmarks.handover " + " ".join(sys.argv[1:])
     seed = random.Random(options.seed)
     with systems(options.against) as found:
+        lines: list[dict[str, Any]] = []
         for length in lengths:
             run_length(found, length, pairs, seed)
+            lines += [line(system, found[0], length) for system in found]
+            show(lines[-len(found) :])
         facts["flags"] = {name: describe(config_of(name)) for name in (BASE, *TRANSPORTS)}
-        base = found[0]
-        lines = [line(system, base, length) for length in lengths for system in found]
-    show(lines)
     complete = tuple(lengths) == LENGTHS and pairs >= PAIRS and options.against is None
     target = RESULTS / ("handover" if complete else "partial-handover")
     target.with_suffix(".json").write_text(json.dumps(facts | {"lines": lines}, indent=1) + "\n")
