@@ -39,6 +39,7 @@ class DecodeDriver(decode_pb2_grpc.DecodeServiceServicer):
             parts.context, parts.pages, parts.scheduler, page_bytes=parts.layout.page_bytes
         )
         self._calls: dict[Key, list[asyncio.Queue[Event]]] = {}
+        self._asking: asyncio.Queue[Event] | None = None  # whose Reserve the core looks at just now
         self._reads = Reads(port, self.role)
         self._links = Links(port, self.role, on_over=self._reads.forget)
         port.on(AnswerDecode, self._answer)
@@ -67,7 +68,9 @@ class DecodeDriver(decode_pb2_grpc.DecodeServiceServicer):
         self._calls.setdefault(call.key, []).append(queue)
         over = False
         try:
+            self._asking = queue
             self._port.feed(lambda now: self.role.reserve(call, now))
+            self._asking = None
             while not over:
                 event = await queue.get()
                 over = isinstance(event, Refused | Ended)
@@ -116,8 +119,10 @@ class DecodeDriver(decode_pb2_grpc.DecodeServiceServicer):
         if isinstance(message, Token) and message.ledger is not None:
             failpoints.stall("admit")
             message = self.role.emitted(message, self._port.loop.time())
+        refused = self._asking if isinstance(message, Refused) else None  # this call, not its key's others
         for queue in self._calls.get(effect.key, []):
-            queue.put_nowait(message)
+            if refused is None or queue is refused:
+                queue.put_nowait(message)
 
     def _forget(self, key: Key, queue: asyncio.Queue[Event]) -> bool:
         """True if that was the key's last stream."""

@@ -38,6 +38,7 @@ class PrefillDriver(
         self.role = PrefillRole(parts.context, parts.pages, parts.scheduler)
         self._handoff = Handoff(port, self.role)
         self._calls: dict[Key, list[asyncio.Future[Prefilled | Refused]]] = {}
+        self._asking: asyncio.Future[Prefilled | Refused] | None = None  # whose call the core looks at now
         self._outboxes: dict[tuple[str, int], Outbox[Envelope]] = {}
         port.on(AnswerPrefill, self._answer)
         port.on(ToDecoder, self._send)
@@ -62,15 +63,18 @@ class PrefillDriver(
     async def Prefill(  # noqa: N802
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> prefill_pb2.PrefillResponse:
-        """Router → here. A broken call is a cancel."""
+        """Router → here. A broken call is a cancel, if it is the last one of its key."""
         call = convert.prefill_from_pb(request)
         future: asyncio.Future[Prefilled | Refused] = self._port.loop.create_future()
         self._calls.setdefault(call.key, []).append(future)
         try:
+            self._asking = future
             self._port.feed(lambda now: self.role.prefill(call, now))
+            self._asking = None
             return convert.prefill_result_to_pb(await future)
         except asyncio.CancelledError:
-            self._cancel(call.key)
+            if self._calls[call.key] == [future]:
+                self._cancel(call.key)
             raise
         finally:
             self._forget(call.key, future)
@@ -96,8 +100,9 @@ class PrefillDriver(
         return outcome
 
     def _answer(self, effect: AnswerPrefill) -> None:
+        refused = self._asking if isinstance(effect.message, Refused) else None  # not its key's others
         for future in self._calls.get(effect.key, []):
-            if not future.done():
+            if not future.done() and (refused is None or future is refused):
                 future.set_result(effect.message)
 
     def _forget(self, key: Key, future: asyncio.Future[Prefilled | Refused]) -> None:

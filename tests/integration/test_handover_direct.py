@@ -69,6 +69,20 @@ class TestHandover:
         assert local_end.ledger.decode_computed_prompt_tokens == 150
         assert local_end.ledger.transfer.pages == 0
 
+    async def test_a_refused_copy_of_a_call_ends_itself_only(self, fleet: dx.Direct) -> None:
+        """The same key with a ticket that is not genuine, while the first stream waits for its tokens."""
+        ask = fleet.ask(prompt(91, 120))
+        first = dx.reserve(ask)
+        assert isinstance(await first.next(), Reserved)
+        copy = dx.Reserving(fleet, replace(ask.reserve_message(), ticket=b"forged" * 20))
+        answer = await copy.next()
+        assert isinstance(answer, Refused)
+        assert answer.reason is Refusal.BAD_TICKET
+        half = dx.prefill(ask)
+        ended = await first.finish()
+        assert ended.finish is FinishReason.LENGTH
+        assert isinstance(await half, Prefilled)
+
     async def test_locally_computed_pages_are_bit_identical(self, fleet: dx.Direct) -> None:
         tokens = prompt(2, 96)
         await dx.generate(fleet.ask(tokens, mode=HandoverMode.LOCAL))
