@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvtransfer.stream import FrameSender
 from kvtransfer.transport import PageServer, ReadStatus
 from kvtransfer.wire import HEADER, Kind, pack, unpack_whole
 from tests.conformance.page_host import (
@@ -168,6 +170,38 @@ def test_a_cancelled_wish_is_answered_once(host: Host, server: PageServer) -> No
         dropped = unpack_whole(take(sock, HEADER.size), ANSWERS)
         assert (dropped.kind, dropped.sequence) == (Kind.DROPPED, 2)
         assert take(sock, FRAME_BYTES)[HEADER.size :] == content(2)
+
+
+def test_a_cancel_frees_pages_that_a_slow_wire_still_carries(host: Host, tmp_path: Path) -> None:
+    """A page of a transfer that is over waits for nobody: what is left of its frame is sent from a copy."""
+    with host.serving("tcp", tmp_path, stall_s=600.0) as server, dial(server) as lazy:
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        numbers = range(1, 2001)
+        lazy.sendall(hello(host) + b"".join(wish(number % NUM_PAGES, number) for number in numbers))
+        assert host.wait_pinned()
+        with host.changed:
+            while host.changed.wait(0.5):
+                continue  # until the socket is full and nothing moves any more
+        assert host.pins
+        lazy.sendall(b"".join(pack(Kind.CANCEL, sequence=number) for number in numbers))
+        assert host.wait_pins(0), "with the socket as full as before"
+
+
+def test_a_load_that_was_copied_is_sent_as_it_was() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        memory = bytearray(secrets.token_bytes(4 << 20))
+        wanted = b"head" + bytes(memory)
+        sender = FrameSender(ours)
+        sender.load(b"head", memoryview(memory))
+        assert not sender.pump()
+        sender.own()
+        memory[:] = bytes(len(memory))
+        found = b""
+        while not sender.pump():
+            found += theirs.recv(1 << 20)
+        assert found + take(theirs, len(wanted) - len(found)) == wanted
 
 
 def test_closing_the_server_in_mid_page_drops_the_pin(host: Host, tmp_path: Path) -> None:

@@ -211,3 +211,15 @@ async def test_when_decode_lost_the_request_too_it_is_tried_anew() -> None:
         decode.pause_at, prefill.prefill_script = None, prefill.prefill
         assert (await result).token_ids == completion(IDS, 4)
         assert (await result).epochs == 2
+
+
+async def test_many_that_wait_for_a_full_worker_do_not_all_ask_it_again_and_again() -> None:
+    decode = FakeWorker("d", Role.DECODE)
+    refuses(Refusal.FULL, times=60, retry_after_s=0.05)(decode)
+    async with fleet(decode) as running:
+        streams = [running.client.generate(f"{n}", max_tokens=1) for n in range(50)]
+        results = await asyncio.gather(*(stream.result() for stream in streams))
+    assert [r.token_ids for r in results] == [completion(tuple(b"%d" % n), 1) for n in range(50)]
+    # All of them once; then one at a time until there is room, and one after another from there on.
+    refused_again = len(decode.reserves) - 50 - 50
+    assert refused_again <= 60 - 50

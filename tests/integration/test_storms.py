@@ -19,23 +19,24 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StormFleet]:
     made.stop()
 
 
-def check(report: Report) -> None:
+def check(fleet: StormFleet, report: Report) -> None:
     print(report)
     assert report.cancelling_ms < 1000
     assert report.steps_after == (0, 0), "once every key is closing no step starts"
     assert report.idle_ms < 1e3 * LEASE_S
     assert back_at(report.before_ms, report.after_ms)
     assert report.same_processes
+    assert max(report.tombstones) <= fleet.seed, "one answer for each request at most"
 
 
 @pytest.mark.parametrize("vanish", [False, True], ids=["cancel", "vanish"])
 @pytest.mark.parametrize("phase", PHASES)
 async def test_storm(fleet: StormFleet, phase: str, vanish: bool) -> None:
-    check(await fleet.round(PHASES[phase], vanish=vanish))
+    check(fleet, await fleet.round(PHASES[phase], vanish=vanish))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("phase", PHASES)
 async def test_twenty_storms(fleet: StormFleet, phase: str) -> None:
     for n in range(20):
-        check(await fleet.round(PHASES[phase], vanish=n % 2 == 1))
+        check(fleet, await fleet.round(PHASES[phase], vanish=n % 2 == 1))
