@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
@@ -15,6 +16,7 @@ from pdserve.messages import (
     PrefillRequest,
     Refusal,
     Refused,
+    Reserve,
 )
 from pdserve.rpc import convert
 from pdserve.types import HandoverMode, Key, Role, WorkerLoad
@@ -213,13 +215,27 @@ async def test_when_decode_lost_the_request_too_it_is_tried_anew() -> None:
         assert (await result).epochs == 2
 
 
-async def test_many_that_wait_for_a_full_worker_do_not_all_ask_it_again_and_again() -> None:
+async def test_of_many_that_wait_for_a_full_worker_one_asks_whether_there_is_room() -> None:
     decode = FakeWorker("d", Role.DECODE)
-    refuses(Refusal.FULL, times=60, retry_after_s=0.05)(decode)
+    room, asked = asyncio.Event(), asyncio.Event()
+
+    async def script(call: Reserve) -> AsyncIterator[convert.DecodeEvent]:
+        if len(decode.reserves) >= 70:
+            asked.set()
+        if room.is_set():
+            async for event in decode.decode(call):
+                yield event
+        else:
+            yield Refused(key=call.key, reason=Refusal.FULL, retry_after_s=0.02)
+
+    decode.decode_script = script
     async with fleet(decode) as running:
         streams = [running.client.generate(f"{n}", max_tokens=1) for n in range(50)]
-        results = await asyncio.gather(*(stream.result() for stream in streams))
-    assert [r.token_ids for r in results] == [completion(tuple(b"%d" % n), 1) for n in range(50)]
-    # All of them once; then one at a time until there is room, and one after another from there on.
-    refused_again = len(decode.reserves) - 50 - 50
-    assert refused_again <= 60 - 50
+        results = [asyncio.ensure_future(stream.result()) for stream in streams]
+        await asyncio.wait_for(asked.wait(), 20)
+        tries = Counter(call.key.request_id for call in decode.reserves)
+        assert sum(count > 2 for count in tries.values()) == 1, "the first in the queue asks for all"
+        room.set()
+        for n, result in enumerate(results):
+            assert (await result).token_ids == completion(tuple(b"%d" % n), 1)
+        await check_nothing_is_left(running)
