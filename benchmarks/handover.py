@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import statistics
 import sys
 import time
@@ -203,6 +204,7 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="another checkout, measured in the same run")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the stacks, too
     lengths = sorted(options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS))
     pairs = options.pairs or (QUICK_PAIRS if options.quick else PAIRS)
     facts = {"machine": machine.machine(), "date": machine.now().isoformat(), "version": machine.us()}
