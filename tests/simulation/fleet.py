@@ -62,7 +62,7 @@ class Fleet:
         """At least 2P2D, some with one more, of a role or aggregated. Pools too small for comfort."""
         rng, bias = self.world.rng, self.world.bias
         page_size = rng.choice((2, 4, 8))
-        tight = rng.random() < 0.5  # prompts wait for each other's pages
+        tight = self.world.tight
         common: dict[str, Any] = {
             "page_size": page_size, "chunk_tokens": page_size * (1 if tight else rng.choice((1, 2, 4))),
             "max_num_seqs": 8 if tight else rng.choice((3, 8)), "local_threshold": rng.choice((0, 0, 6)),

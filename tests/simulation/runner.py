@@ -91,7 +91,7 @@ def _wishes(world: World) -> list[tuple[Wish, float]]:
     out = []
     bursts = world.bursts = [rng.uniform(0.0, STORM_S * 0.8) for _ in range(rng.choice((2, 6, 30)))]
     for i in range(bias.num_requests or rng.randint(22, 30)):
-        prompt = tuple(rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 40)))
+        prompt = tuple(rng.randrange(1, VOCAB) for _ in range(rng.randint(16 if world.tight else 1, 40)))
         if prompts and rng.random() < (0.5 if bias.sharing is None else bias.sharing):
             base = rng.choice(prompts)
             prompt = base[: rng.randint(1, len(base))] + prompt[: rng.randint(0, 12)]

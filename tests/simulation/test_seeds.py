@@ -22,8 +22,8 @@ def test_a_thousand_seeds_break_nothing_and_meet_everything(capfd: pytest.Captur
         if sums.failed_seed is None:
             print(coverage.table(sums.arrows, sums.faults))
     assert sums.failed_seed is None, sums.failure
-    assert sums.runs == NUM_SEEDS
-    assert coverage.missing(sums.arrows, sums.faults) == []
+    rare = coverage.missing(sums.arrows, sums.faults)
+    assert not rare, f"fired fewer than {coverage.LEAST} times in {sums.runs} seeds: {rare}"
 
 
 @pytest.mark.full

@@ -54,6 +54,7 @@ class World:
         self.pace = self.rng.choice((1.0, 3.0, 8.0))  # slow machines: more is under way when a fault strikes
         self.pace = self.pace if bias.pace is None else bias.pace
         self.texts = Texts()
+        self.tight = self.rng.random() < 0.5  # long prompts wait for each other's pages
         self.trace = Trace()
         self.bursts = [0.0]
         self.arrows: Counter[str] = Counter()
