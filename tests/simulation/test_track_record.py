@@ -12,7 +12,7 @@ from tests.simulation.runner import Bias, run_seed
 
 LONG_READS = Bias(io_longer_than_lease=0.3)
 FOUND = [
-    (26, LONG_READS, "test_d13_cancel_while_pulling_tells_prefill_and_waits_for_reads"),
+    (6, LONG_READS, "test_d13_cancel_while_pulling_tells_prefill_and_waits_for_reads"),
     (793, Bias(), "test_p8_an_ack_ends_a_rehash_that_its_nack_began"),
 ]
 
