@@ -179,6 +179,14 @@ def credit_adds_up(original: Any) -> Any:
     return on_grant
 
 
+def endless_patience(original: Any) -> Any:
+    def on_tick(self: DecodeSession, now: float) -> Any:
+        self.settle_until = float("inf")
+        return original(self, now)
+
+    return on_tick
+
+
 def another_digest(original: Any) -> Any:
     def repeat(self: PrefillSession, now: float) -> Any:
         return [

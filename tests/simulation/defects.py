@@ -37,6 +37,7 @@ from tests.simulation.broken import (
     credit_adds_up,
     deaf_to_renewals,
     drop_again,
+    endless_patience,
     expired_is_fine,
     finish_only_once,
     grant_once,
@@ -63,6 +64,8 @@ FENCED = frozenset({"zombie commits", "S2", "S4", "L2"})
 ABORTS = Bias(reuse_at_once=True, cancels=0.7)
 SLOW_ABORTS = replace(ABORTS, io_longer_than_lease=0.4, pause_between_check_and_act=0.1)
 
+PATIENT = Patch(owner=DecodeSession, name="_on_tick", make=endless_patience)
+"""Decode waits for what prefill never says, as it would without its settle rule."""
 CUTS = (("partition", 8), ("partition_oneway", 4), ("link_break", 4), ("pause_long", 2))
 
 
@@ -71,7 +74,7 @@ DEFECTS = (
         name="the I/O pin is dropped on abort",  # hidden by: the session waits for its reads itself
         patches=(Patch(owner=Pulls, name="cancel", make=cancel_without_pins),),
         layers=(Patch(owner=DecodeSession, name="_maybe_release", make=release_while_reading),),
-        bias=SLOW_ABORTS, rules=WRONG_KV,
+        bias=SLOW_ABORTS, rules=WRONG_KV | {"false alarms"},
     ),
     Defect(
         name="pages are freed at once on abort",
@@ -125,7 +128,7 @@ DEFECTS = (
     Defect(
         name="a Nack is lost",  # hidden by: what is not acknowledged is announced again
         patches=(Patch(owner=PrefillSession, name="_on_nack", make=nothing([])),),
-        layers=(Patch(owner=PrefillSession, name="_repeat", make=announce_only_once),),
+        layers=(Patch(owner=PrefillSession, name="_repeat", make=announce_only_once), PATIENT),
         bias=Bias(episodes=(("corrupt_wire", 6),), only=True), rules=STUCK,
     ),
     Defect(
@@ -176,6 +179,7 @@ DEFECTS = (
     Defect(
         name="Finish is not repeated",
         patches=(Patch(owner=PrefillSession, name="_repeat", make=finish_only_once),),
+        layers=(PATIENT,),  # else decode goes on alone
         bias=Bias(rates=(("drop", 0.08),), only=True), rules=STUCK,
     ),
     Defect(
