@@ -7,7 +7,6 @@ roles), effects (`driver`), Ray (`pdserve.fleet`); this class runs just as well 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import shutil
@@ -97,9 +96,6 @@ class WorkerHost:
             ).result()
             self._control.start()
             self._serving = self._call(self._serve(self._engine))
-            # What is there by now stays: the collector need not walk through it between steps.
-            gc.collect()
-            gc.freeze()
         except BaseException:
             self.stop()
             raise

@@ -12,7 +12,7 @@ def state(decode: Decode, at: Key) -> DState:
     return decode.role._entries[at].session.state
 
 
-def test_a_higher_epoch_wants_only_what_the_lower_one_had_not_verified() -> None:
+def test_a_higher_epoch_wants_only_what_lies_behind_the_proven_prefix() -> None:
     decode = Decode()
     decode.role.reserve(reserve_call(key(0)), 0.0)
     decode.verify(key(0), 0, 2)
@@ -21,11 +21,11 @@ def test_a_higher_epoch_wants_only_what_the_lower_one_had_not_verified() -> None
     (ended,) = of(effects, "Ended")
     assert (ended.key, ended.error_label) == (key(0), "cancelled")
     (grant,) = of(effects, "Grant")
-    assert (grant.key, grant.want) == (key(1), (1, 3))
+    assert (grant.key, grant.want) == (key(1), (1, 2, 3))
     assert [a.outcome for a in of(effects, "Abort")] == [Outcome.SUPERSEDED]
     assert decode.pages.available == before, "the reservation passed on: nothing more, nothing less is held"
-    decode.verify(key(1), 1, 3, peer=P2)
-    effects = decode.finish(key(1), (1, 3), peer=P2)
+    decode.verify(key(1), 1, 2, 3, peer=P2)
+    effects = decode.finish(key(1), (1, 2, 3), peer=P2)
     assert len(of(effects, "Commit")) == 1
     assert [t.token_id for t in of(effects, "Token")] == [5]
 
