@@ -9,8 +9,8 @@ STAMP := $(VENV)/.installed
 
 help:
 	@echo "make serve       start everything on this machine: Ray, workers, router (ARGS=... as for pdserve up)"
-	@echo "make test        the test suite, under 15 minutes on two cores (ARGS=... as for pytest)"
-	@echo "make test-full   full matrices, long fuzzing, storms: about 90 minutes"
+	@echo "make test        the test suite, with progress (ARGS=... as for pytest)"
+	@echo "make test-full   full matrices, 20,000 more seeds, long storms: hours"
 	@echo "make simulate    the fleet under simulated faults (SEEDS=100000; SEED=7 replays one with its trace)"
 	@echo "make lint        ruff, mypy, import contracts, buf"
 	@echo "make proto       regenerate pdserve/rpc/v1 from protos/; proto-check fails on a difference"
