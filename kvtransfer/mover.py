@@ -1,8 +1,8 @@
 """The compiled page mover: copies pages between mapped pools and digests them on the way (csrc/mover.cpp).
 
-What lives here: building and loading it, and the memory in which a batch of copies is described to it. What
-does not: which pages to copy (`kvtransfer.shm.reader`), the digest of a page that is not copied
-(`kvtransfer.digest`).
+What lives here: building and loading it, and the memory in which a batch of copies is described to it. The
+library holds the re-layout's executor too. What does not: which pages to copy (`kvtransfer.shm.reader`), the
+digest of a page that is not copied (`kvtransfer.digest`), re-layout (`kvtransfer.relay`).
 """
 
 from __future__ import annotations
@@ -104,4 +104,6 @@ def library() -> ctypes.CDLL:
     size = ctypes.c_int64
     loaded.kvt_move.restype = size
     loaded.kvt_move.argtypes = (ctypes.c_char_p, ctypes.c_void_p, size, size, size)
+    loaded.kvt_relay.restype = size
+    loaded.kvt_relay.argtypes = (ctypes.c_void_p, size, ctypes.c_void_p, ctypes.c_void_p)
     return loaded

@@ -20,9 +20,9 @@ PURE_FILES = (
     ),
     *(f"prefill_worker/{name}.py" for name in ("loop", "entry", "digests", "holds", "replies")),
     *(f"decode_worker/{name}.py" for name in ("loop", "entry", "pulls", "replies", "reserve", "sequences")),
-    *("kvtransfer/plan.py", "kvtransfer/stamps.py", "pdserve/worker/core.py", "pdserve/fleet/supervise.py"),
+    *("kvtransfer/stamps.py", "pdserve/worker/core.py", "pdserve/fleet/supervise.py"),
 )
-PURE_FOLDERS = ("pdserve/kvcache/", "pdserve/sched/", "kvtransfer/session/")
+PURE_FOLDERS = ("pdserve/kvcache/", "pdserve/sched/", "kvtransfer/session/", "kvtransfer/plan/")
 IMPURE_FILES = frozenset({"pdserve/kvcache/pool.py"})
 TOP = frozenset({"planner", "benchmarks", "tests", "pdserve.cli"})
 PROBE = """

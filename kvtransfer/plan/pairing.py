@@ -1,7 +1,7 @@
-"""Which workers may exchange pages, and by what way. Pure, and light enough for the router: no torch.
+"""Which workers may exchange pages, and by what way.
 
-What lives here: the thin first form of the re-layout planner: equal layouts are copied as they are, anything
-else is refused in words. What does not: choosing workers by load (`router.policy`), moving bytes.
+What lives here: equal layouts are copied as they are, anything else is refused in words. What does not:
+whether two layouts could be bridged (`relayout.bridge_problem`), choosing workers by load (`router.policy`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,25 @@
+"""Who may exchange pages, and how a page of one layout becomes a page of another. Pure, and light enough for
+the router: no torch, no numpy.
+
+What lives here: `pairing` (which workers fit), `order` and `layout` (what a page looks like, as data),
+`relayout` (the plan of copies), `prove` (that a plan is right; it alone needs numpy, so import it by name).
+What does not: choosing workers by load (`router.policy`), moving bytes (`kvtransfer.mover`,
+`kvtransfer.relay`).
+"""
+
+from kvtransfer.plan.layout import FULL, LayerKind, ReplicaLayout
+from kvtransfer.plan.pairing import SAME_HOST_ONLY, Mixing, common_transport, pairing_problem
+from kvtransfer.plan.relayout import RelayoutPlan, bridge_problem, compile_plan
+
+__all__ = (
+    "FULL",
+    "SAME_HOST_ONLY",
+    "LayerKind",
+    "Mixing",
+    "RelayoutPlan",
+    "ReplicaLayout",
+    "bridge_problem",
+    "common_transport",
+    "compile_plan",
+    "pairing_problem",
+)
