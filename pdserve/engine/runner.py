@@ -25,7 +25,11 @@ from pdserve.kvcache.layout import PageLayout
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.build import build_decoder
 from pdserve.models.config import ModelConfig
+from pdserve.models.decoder import Decoder
 from pdserve.models.loaded import LoadedModel
+from pdserve.models.sharded import build_shard, shard_config
+from pdserve.parallel.group import Group
+from pdserve.parallel.shards import shards
 from pdserve.sched.plan import SeqStep, StepPlan, StepResult
 
 Progress = Callable[[int, int], None]
@@ -44,6 +48,17 @@ def page_layout(config: ModelConfig, *, page_size: int, dtype: str) -> PageLayou
         dtype=dtype,
         inner=inner_layout(dtype),
     )
+
+
+def rank_config(config: ModelConfig, group: Group | None) -> ModelConfig:
+    """The model that this process computes: its rank's part. Raises ConfigError."""
+    return config if group is None else shard_config(config, shards(config, group.size)[group.rank])
+
+
+def _built(model: LoadedModel, deterministic: bool, group: Group | None) -> Decoder:
+    if group is None:
+        return build_decoder(model.config, model.weights, deterministic=deterministic)
+    return build_shard(model.config, model.weights, deterministic=deterministic, group=group)
 
 
 def _kv_view(pool: KVPool) -> KVView:
@@ -75,20 +90,30 @@ class ModelRunner:
         device: str = "cpu",
         deterministic: bool = False,
         capture_logits: bool = False,
+        group: Group | None = None,
+        threads: int | None = None,
     ) -> None:
-        """Builds the model. Raises ConfigError where the pool does not fit it, or for another device."""
+        """Builds the model. Raises ConfigError where the pool does not fit it, or for another device.
+
+        group: the ranks that compute it together, each with its runner and pool; None: this process alone.
+        All are given the same plans, in order; rank 0 samples, and nothing that breaks is tried again.
+        threads: None for the process's default.
+        """
         if device != "cpu":
             raise ConfigError(f"device {device!r} is not supported; use cpu")
-        wanted = page_layout(model.config, page_size=pool.layout.page_size, dtype=model.dtype)
+        own = rank_config(model.config, group)
+        wanted = page_layout(own, page_size=pool.layout.page_size, dtype=model.dtype)
         if pool.layout != wanted:
             raise ConfigError("the page pool was made for another model, dtype or kernel")
-        apply_thread_count()
+        apply_thread_count(threads)
         self.config = model.config
-        self.numerics_id = numerics_id(dtype=model.dtype, deterministic=deterministic)
+        ranks = 1 if group is None else group.size
+        self.numerics_id = numerics_id(dtype=model.dtype, deterministic=deterministic, ranks=ranks)
         self.last_logits: dict[str, torch.Tensor] = {}
         self._pool = pool
         self._kv = _kv_view(pool)
-        self._decoder = build_decoder(model.config, model.weights, deterministic=deterministic)
+        self._decoder = _built(model, deterministic, group)
+        self._group = group
         self._capture = capture_logits
 
     @property
@@ -156,6 +181,8 @@ class ModelRunner:
         try:
             return self._forward(build_batch(seqs, self.page_size), failed)
         except Exception:
+            if self._group is not None:
+                raise  # the other ranks are where this one is not: only all of them together can start again
             _log.exception("a step failed")
             if len(seqs) == 1:
                 failed[seqs[0].seq_id] = _BROKE
@@ -168,6 +195,8 @@ class ModelRunner:
     def _forward(self, batch: Batch, failed: dict[str, str]) -> dict[str, int]:
         with torch.inference_mode():
             logits_RV = self._decoder.forward(batch.token_ids_T, self._kv, batch.meta, batch.logit_rows_R)
+            if self._group is not None and self._group.rank:
+                return {}
             finite = torch.isfinite(logits_RV.sum(dim=1)).tolist()
         rows = [i for i, good in enumerate(finite) if good]
         failed |= {s.seq_id: _NOT_NUMBERS for s, good in zip(batch.sampled, finite, strict=True) if not good}

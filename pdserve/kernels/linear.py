@@ -9,11 +9,25 @@ Legend: M rows (tokens), N outputs, K inputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from pdserve.kernels.memory import empty_weight
 from pdserve.kernels.native import DTYPE_CODE, library
+
+
+class Linear(Protocol):
+    """What a layer needs of a linear: `PackedLinear`, or what wraps one (other ranks, other schemes)."""
+
+    @property
+    def num_out(self) -> int:
+        """N of its result."""
+        ...
+
+    def __call__(self, x_MK: torch.Tensor, /, *, out_float32: bool = False) -> torch.Tensor:
+        """As `linear` of this module."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +65,10 @@ class PackedLinear:
         plain = weight_NK.to(dtype).contiguous()
         library().pds_pack_linear(packed.data_ptr(), plain.data_ptr(), num_out, num_in, DTYPE_CODE[dtype])
         return cls(weight=packed, bias=bias, num_out=num_out, num_in=num_in, dtype=dtype, panel=panel)
+
+    def __call__(self, x_MK: torch.Tensor, *, out_float32: bool = False) -> torch.Tensor:
+        """See `linear`."""
+        return linear(x_MK, self, out_float32=out_float32)
 
     def unpack(self) -> torch.Tensor:
         """The plain [N, K] weight again."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from pdserve.kernels.attention import paged_attention
-from pdserve.kernels.linear import PackedLinear, linear
+from pdserve.kernels.linear import Linear
 from pdserve.kernels.rope import rope_and_write_kv
 from pdserve.layers.step import StepContext
 
@@ -25,8 +25,8 @@ class Attention:
     """
 
     layer: int
-    qkv: PackedLinear
-    out: PackedLinear
+    qkv: Linear
+    out: Linear
     num_heads: int
     scale: float
     window: int
@@ -37,7 +37,7 @@ class Attention:
     def attend(self, x_TE: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Writes this step's keys and values; returns the heads' results [T, H*D], before the projection."""
         q_THD = rope_and_write_kv(
-            linear(x_TE, self.qkv),
+            self.qkv(x_TE),
             step.cos_TD,
             step.sin_TD,
             step.kv,
@@ -55,4 +55,4 @@ class Attention:
 
     def project(self, heads_TF: torch.Tensor) -> torch.Tensor:
         """From the heads' results back to [T, E]."""
-        return linear(heads_TF, self.out)
+        return self.out(heads_TF)

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import torch
 
 from pdserve.kernels.activation import silu_mul
-from pdserve.kernels.linear import PackedLinear, linear
+from pdserve.kernels.linear import Linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedMLP:
     """gate_up: rows of gate, then of up."""
 
-    gate_up: PackedLinear
-    down: PackedLinear
+    gate_up: Linear
+    down: Linear
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] to [T, E]."""
-        return linear(silu_mul(linear(x_TE, self.gate_up)), self.down)
+        return self.down(silu_mul(self.gate_up(x_TE)))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
+from pdserve.kernels.embedding import TokenTable
 from pdserve.kernels.linear import PackedLinear
 from pdserve.layers.attention import Attention
 from pdserve.layers.mlp import GatedMLP
@@ -65,7 +66,7 @@ def build_decoder(config: ModelConfig, weights: Weights, *, deterministic: bool)
     embedding = weights["model.embed_tokens.weight"]
     head = embedding if config.tied_embeddings else weights["lm_head.weight"]
     return Decoder(
-        embedding_VE=embedding,
+        embedding=TokenTable(weight_VE=embedding),
         first_norm_E=weights["model.layers.0.input_layernorm.weight"],
         layers=tuple(_layer(config, weights, i, deterministic) for i in range(config.num_layers)),
         head=PackedLinear.pack(head, deterministic=deterministic),

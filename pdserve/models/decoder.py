@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from pdserve.kernels.attention_meta import AttentionMeta
-from pdserve.kernels.embedding import embed, select_rows
+from pdserve.kernels.embedding import Embedding, select_rows
 from pdserve.kernels.kv_view import KVView
-from pdserve.kernels.linear import PackedLinear, linear
+from pdserve.kernels.linear import Linear
 from pdserve.kernels.norm import add_rms_norm, rms_norm
 from pdserve.layers.attention import Attention
 from pdserve.layers.mlp import GatedMLP
@@ -35,12 +35,12 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """A model ready to run. embedding_VE: the token table; head: its logits' linear layer."""
+    """A model ready to run. embedding: the token table; head: its logits' linear layer."""
 
-    embedding_VE: torch.Tensor
+    embedding: Embedding
     first_norm_E: torch.Tensor
     layers: tuple[DecoderLayer, ...]
-    head: PackedLinear
+    head: Linear
     eps: float
     rope: RopeTable
 
@@ -54,7 +54,7 @@ class Decoder:
         """
         cos_TD, sin_TD = self.rope.rows(meta.positions_T)
         step = StepContext(kv=kv, meta=meta, cos_TD=cos_TD, sin_TD=sin_TD)
-        residual_TE = embed(token_ids_T, self.embedding_VE)
+        residual_TE = self.embedding(token_ids_T)
         x_TE = rms_norm(residual_TE, self.first_norm_E, self.eps)
         for layer in self.layers[:-1]:
             heads_TF = layer.attention.attend(x_TE, step)
@@ -80,4 +80,4 @@ class Decoder:
         if rows_R.numel() < heads_TF.shape[0]:
             heads_TF, residual_TE = select_rows(heads_TF, rows_R), select_rows(residual_TE, rows_R)
         x_RE, _ = self._finish(layer, heads_TF, residual_TE)
-        return linear(x_RE, self.head, out_float32=True)
+        return self.head(x_RE, out_float32=True)

@@ -13,7 +13,6 @@ A group that failed once stays broken: some of its ranks may have gone on with o
 from __future__ import annotations
 
 import datetime
-import importlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from pdserve.errors import ConfigError, WorkerLost
 
 TIMEOUT_S = 30.0
 """A collective that takes longer is over: far more than any step, far less than a lease of hours."""
+_torch: Any = dist  # its stubs leave some of its public names out
 _GONE = "a rank of this replica is gone; it starts again"
 _LATE = "a rank of this replica did not answer in time; it starts again"
 
@@ -46,7 +46,7 @@ class GroupConfig:
 
 @dataclass(slots=True)
 class Traffic:
-    """What collectives took so far. num_bytes: of this rank's own tensors, not of what the wire makes of it."""
+    """What collectives took so far. num_bytes: of this rank's own tensors, not the wire apart."""
 
     num_calls: int = 0
     num_bytes: int = 0
@@ -147,7 +147,7 @@ def open_group(config: GroupConfig) -> TorchGroup:
     if config.backend not in _BACKENDS:
         raise ConfigError(f"parallel backend {config.backend!r} is not known; use {' or '.join(_BACKENDS)}")
     limit = datetime.timedelta(seconds=config.timeout_s)
-    store = dist.FileStore(str(config.meeting), config.size)
+    store = _torch.FileStore(str(config.meeting), config.size)
     store.set_timeout(limit)
     try:
         return TorchGroup(_BACKENDS[config.backend](store, config, limit), config)
@@ -156,7 +156,7 @@ def open_group(config: GroupConfig) -> TorchGroup:
 
 
 def _gloo(store: Any, config: GroupConfig, limit: datetime.timedelta) -> Any:
-    gloo = importlib.import_module("torch._C._distributed_c10d").ProcessGroupGloo
+    gloo = _torch.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=config.host)]
     options._timeout = limit
@@ -167,7 +167,7 @@ def _gloo(store: Any, config: GroupConfig, limit: datetime.timedelta) -> Any:
 def _nccl(store: Any, config: GroupConfig, limit: datetime.timedelta) -> Any:
     if not dist.is_nccl_available():
         raise ConfigError("parallel backend 'nccl' needs a torch that was built with CUDA; use gloo")
-    nccl = dist.ProcessGroupNCCL
+    nccl = _torch.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = limit
     return nccl(store, config.rank, config.size, options)

@@ -9,10 +9,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from pdserve.errors import WorkerLost
+from pdserve.models.loader import load_model
 from pdserve.parallel.group import GroupConfig, TorchGroup, open_group
+from tests.support.parallel_script import run_script, script_runner
 
 
 def group_of(rank: int, size: int, folder: Path, **fields: Any) -> TorchGroup:
@@ -92,3 +95,19 @@ def _error(group: TorchGroup) -> str | None:
     except WorkerLost as error:
         return error.message
     return None
+
+
+def same_steps(rank: int, size: int, folder: Path, cases: list[list[Any]]) -> list[Any]:
+    """Runs the script of `parallel_script` for every (model, dtype, deterministic); rank 0 keeps the logits.
+
+    Returns, for each case, what every step said of its tokens, and this rank's KV heads.
+    """
+    group = group_of(rank, size, folder)
+    told = []
+    for number, (model, dtype, deterministic) in enumerate(cases):
+        runner = script_runner(load_model(model, dtype), deterministic=deterministic, group=group)
+        tokens, logits = run_script(runner)
+        if rank == 0:
+            np.save(folder / f"logits-{number}.npy", logits)
+        told.append({"tokens": tokens, "numerics": runner.numerics_id})
+    return told

@@ -1,0 +1,105 @@
+"""One rank's share of a model: built as a small model of its own, then joined to the others.
+
+What lives here: which linears of a built decoder are replaced by parallel ones. What does not: the parallel
+linears (`pdserve.parallel`), the single-device model, which knows nothing of ranks (`build`, `decoder`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from pdserve.errors import ConfigError
+from pdserve.kernels.embedding import TokenTable
+from pdserve.kernels.linear import Linear, PackedLinear
+from pdserve.layers.mlp import GatedMLP
+from pdserve.models.build import build_decoder
+from pdserve.models.config import ModelConfig
+from pdserve.models.decoder import Decoder, DecoderLayer
+from pdserve.parallel.group import Group
+from pdserve.parallel.linears import GatheredLinear, ReducedLinear, VocabHead, VocabTable
+from pdserve.parallel.shards import Shard, shards, split
+from pdserve.parallel.weights import cut, widths
+
+
+def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
+    """The rank's part as a model: its heads and columns. The vocabulary stays whole, for ids are checked."""
+    return dataclasses.replace(
+        config,
+        num_heads=len(shard.heads),
+        num_kv_heads=len(shard.kv_heads),
+        intermediate_size=len(shard.mlp),
+    )
+
+
+def build_shard(
+    config: ModelConfig, weights: Mapping[str, torch.Tensor], *, deterministic: bool, group: Group
+) -> Decoder:
+    """The decoder of this rank. config, weights: the whole model's; what belongs to others is not kept.
+
+    deterministic: gathers in place of sums, so that every rank count computes the same bits. All ranks call
+    `forward` with the same arguments (their own cache apart); only rank 0 gets logits. Raises ConfigError
+    where the model can not be divided so.
+    """
+    plan = shards(config, group.size)
+    shard, outputs = plan[group.rank], split(config.hidden_size, group.size)
+    own = cut(
+        weights,
+        shard,
+        head_dim=config.head_dim,
+        outputs=outputs[group.rank] if deterministic else None,
+    )
+    decoder = build_decoder(shard_config(config, shard), own, deterministic=deterministic)
+    joint = _Joint(
+        heads=widths((s.heads for s in plan), config.head_dim),
+        mlp=widths(s.mlp for s in plan),
+        vocab=tuple(s.vocab for s in plan),
+        outputs=widths(outputs),
+        deterministic=deterministic,
+        group=group,
+    )
+    return joint.decoder(decoder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Joint:
+    """What the ranks have together. heads, mlp, outputs: columns by rank. vocab: rows by rank."""
+
+    heads: tuple[int, ...]
+    mlp: tuple[int, ...]
+    outputs: tuple[int, ...]
+    vocab: tuple[range, ...]
+    deterministic: bool
+    group: Group
+
+    def decoder(self, decoder: Decoder) -> Decoder:
+        """The same decoder with its row-parallel linears, table and head joined to the other ranks'."""
+        table, head = decoder.embedding, decoder.head
+        assert isinstance(table, TokenTable)
+        assert isinstance(head, PackedLinear)
+        return dataclasses.replace(
+            decoder,
+            embedding=VocabTable(
+                weight=table.weight_VE.clone(), vocab=self.vocab[self.group.rank], group=self.group
+            ),
+            layers=tuple(self._layer(layer) for layer in decoder.layers),
+            head=VocabHead(inner=head, widths=widths(self.vocab), group=self.group),
+        )
+
+    def _layer(self, layer: DecoderLayer) -> DecoderLayer:
+        if not isinstance(layer.mlp, GatedMLP):
+            raise ConfigError("tp: this model's feed-forward layers can not be divided over ranks yet")
+        return dataclasses.replace(
+            layer,
+            attention=dataclasses.replace(layer.attention, out=self._joined(layer.attention.out, self.heads)),
+            mlp=dataclasses.replace(layer.mlp, down=self._joined(layer.mlp.down, self.mlp)),
+        )
+
+    def _joined(self, inner: Linear, widths_in: tuple[int, ...]) -> Linear:
+        assert isinstance(inner, PackedLinear)
+        if not self.deterministic:
+            return ReducedLinear(inner=inner, group=self.group)
+        return GatheredLinear(inner=inner, widths_in=widths_in, widths_out=self.outputs, group=self.group)
