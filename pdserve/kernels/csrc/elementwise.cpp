@@ -6,13 +6,6 @@ namespace {
 
 constexpr int64_t kWorth = 1 << 15;
 
-// Calls body(first column, lanes) for every vector of a row; lanes is Whole, or the Mask of the last one.
-template <class Body> PDS_INLINE void for_vectors(int64_t cols, Body body) {
-    int64_t i = 0;
-    for (; i + VW <= cols; i += VW) body(i, Whole());
-    if (i < cols) body(i, first(static_cast<int>(cols - i)));
-}
-
 template <class T> void norm_row(T* out, const T* x, const T* weight, int64_t cols, float eps) {
     vf squares = vzero();
     for_vectors(cols, [&](int64_t i, auto m) {

@@ -1,6 +1,8 @@
-// Linear layers: weights in panels of NR outputs, [panels][steps][NR] of 4-byte steps, zero-padded. Rows are
+// Linear layers, single and grouped (one weight per run of rows): weights in panels of NR outputs, [panels][steps][NR] of 4-byte steps, zero-padded. Rows are
 // turned into words (tile.h) first. One chain of multiply-adds over K per output, whatever the number of rows.
 #include <sys/mman.h>
+
+#include <vector>
 
 #include "parallel.h"
 #include "tile.h"
@@ -90,18 +92,20 @@ template <class T> struct Kernels {
 
 template <class T> const Kernels<T> kernels;
 
-// One row block: every weight is read once, panels in order.
-template <class T> void few_rows(const Product& p, long panels) {
+// One row block times panels [panel, end), in order.
+template <class T> void few_rows(const Product& p, long panel, long end) {
     const BlockFn narrow = kernels<T>.narrow[p.num_rows];
     const BlockFn wide = p.num_rows <= kWideRows ? kernels<T>.wide[p.num_rows] : nullptr;
+    for (; wide != nullptr && panel + kWide <= end; panel += kWide) wide(p, 0, panel, 0, p.words, nullptr);
+    for (; panel < end; panel++) narrow(p, 0, panel, 0, p.words, nullptr);
+}
+
+// One row block: every weight is read once.
+template <class T> void few_rows(const Product& p, long panels) {
     const int threads = threads_for(p.num_rows * p.words * p.num_out, 1 << 16);
     const long shares = threads == 1 ? 1 : std::min<long>(threads * 4, panels);
-    parallel_for(shares, threads, [&](long share) {
-        long panel = panels * share / shares;
-        const long end = panels * (share + 1) / shares;
-        for (; wide != nullptr && panel + kWide <= end; panel += kWide) wide(p, 0, panel, 0, p.words, nullptr);
-        for (; panel < end; panel++) narrow(p, 0, panel, 0, p.words, nullptr);
-    });
+    parallel_for(shares, threads,
+                 [&](long share) { few_rows<T>(p, panels * share / shares, panels * (share + 1) / shares); });
 }
 
 // Some row blocks times panels [from_panel, end_panel): rows stay in the near cache while the panels pass by.
@@ -144,6 +148,48 @@ template <class T> void product(Product p, const T* x, long num_in) {
     parallel_for(chunks * groups, g_num_threads, [&](long task) {
         const long panel = task % groups * at_once;
         chunk<T>(p, blocks, task / groups * kBlocksAtOnce, panel, std::min(panel + at_once, panels));
+    });
+}
+
+// What one thread does at a time: a row block chunk, or all rows of a small group, times some panels.
+struct GroupTask {
+    int64_t start, rows, group, from_block, panel, end_panel;
+};
+
+// Rows [offsets[g], offsets[g + 1]) times weight g, for all groups in one parallel region.
+template <class T> void grouped_product(Product p, const T* x, const int64_t* offsets, long groups, long num_in) {
+    static thread_local Scratch scratch;
+    static thread_local std::vector<GroupTask> list;
+    const long panels = (p.num_out + NR - 1) / NR, weight_words = panels * p.words / kWordsPerStep<T> * NR;
+    p.range_stride = p.num_rows * kRow;
+    u32* words = scratch.get<u32>((p.words + kRange - 1) / kRange * p.range_stride);
+    p.rows = words;
+    long chunks = 0;
+    for (long g = 0; g < groups; g++)
+        chunks += (offsets[g + 1] - offsets[g] + kBlocksAtOnce * kMaxRows<T> - 1) / (kBlocksAtOnce * kMaxRows<T>);
+    const int threads = threads_for(p.num_rows * p.words * p.num_out, 1 << 16);
+    const long at_once = std::clamp<long>(chunks * panels / (4 * threads), 1, kPanelsAtOnce);
+    list.clear();
+    for (long g = 0; g < groups; g++) {
+        const long rows = offsets[g + 1] - offsets[g];
+        if (rows == 0) continue;
+        const long blocks = RowBlocks(rows, kMaxRows<T>).count, step = rows <= kWideRows ? kWide : at_once;
+        for (long from = 0; from < blocks; from += kBlocksAtOnce)
+            for (long panel = 0; panel < panels; panel += step)
+                list.push_back({offsets[g], rows, g, from, panel, std::min(panel + step, panels)});
+    }
+    parallel_for_runs(p.num_rows, threads, [&](long row) { load_row(words, x, row, p, num_in); });
+    const GroupTask* tasks = list.data();
+    parallel_for(list.size(), threads, [&](long i) {
+        const GroupTask& task = tasks[i];
+        Product part = p;
+        part.rows += task.start * kRow;
+        part.weight += task.group * weight_words;
+        part.out = static_cast<char*>(p.out) + task.start * p.num_out * (p.out_float ? sizeof(float) : sizeof(T));
+        part.num_rows = task.rows;
+        const RowBlocks blocks(task.rows, kMaxRows<T>);
+        if (blocks.count == 1) few_rows<T>(part, task.panel, task.end_panel);
+        else chunk<T>(part, blocks, task.from_block, task.panel, task.end_panel);
     });
 }
 
@@ -194,4 +240,14 @@ PDS_EXPORT void pds_linear(void* out, const void* x, const void* weight, const f
     if (dtype == kFloat32) return product(p, static_cast<const float*>(x), num_in);
     p.words = (num_in + 1) / 2 * kWordsPerStep<bf16>;
     product(p, static_cast<const bf16*>(x), num_in);
+}
+
+// weight: one packed weight per group, one after the other. offsets: groups + 1, ascending, the last one `rows`.
+PDS_EXPORT void pds_grouped_linear(void* out, const void* x, const void* weight, const int64_t* offsets, int64_t groups,
+                                   int64_t rows, int64_t num_out, int64_t num_in, int dtype, int out_float) {
+    if (rows == 0) return;
+    Product p{nullptr, 0, static_cast<const u32*>(weight), nullptr, out, rows, num_out, num_in, out_float != 0};
+    if (dtype == kFloat32) return grouped_product(p, static_cast<const float*>(x), offsets, groups, num_in);
+    p.words = (num_in + 1) / 2 * kWordsPerStep<bf16>;
+    grouped_product(p, static_cast<const bf16*>(x), offsets, groups, num_in);
 }

@@ -154,6 +154,13 @@ struct Whole {};
 template <class T> PDS_INLINE vf load_as_float(const T* p, Whole) { return load_as_float(p); }
 template <class T> PDS_INLINE void store_rounded(T* p, vf x, Whole) { store_rounded(p, x); }
 
+// Calls body(first column, lanes) for every vector of a row; lanes is Whole, or the Mask of the last one.
+template <class Body> PDS_INLINE void for_vectors(int64_t cols, Body body) {
+    int64_t i = 0;
+    for (; i + VW <= cols; i += VW) body(i, Whole());
+    if (i < cols) body(i, first(static_cast<int>(cols - i)));
+}
+
 // x rounded to T and back.
 template <class T> PDS_INLINE vf rounded(vf x) {
     T lanes[VW];
