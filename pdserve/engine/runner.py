@@ -23,6 +23,7 @@ from pdserve.errors import ConfigError
 from pdserve.kernels.kv_view import KVView, inner_layout
 from pdserve.kvcache.layout import PageLayout
 from pdserve.kvcache.pool import KVPool
+from pdserve.layers.moe import ExpertLoad
 from pdserve.models.build import build_decoder
 from pdserve.models.config import ModelConfig
 from pdserve.models.decoder import Decoder
@@ -122,6 +123,11 @@ class ModelRunner:
         return self._kv.page_size
 
     @property
+    def expert_load(self) -> ExpertLoad | None:
+        """Tokens by layer and expert since start or its `reset`; None for a model without experts."""
+        return self._decoder.expert_load
+
+    @property
     def num_pages(self) -> int:
         """Pages of the pool."""
         return self._kv.num_pages
@@ -164,6 +170,8 @@ class ModelRunner:
             if progress is not None:
                 progress(done, len(plans))
         self.last_logits = {}
+        if self.expert_load is not None:
+            self.expert_load.reset()
 
     def _fault(self, seq: SeqStep) -> str | None:
         return fault(

@@ -9,6 +9,7 @@ Legend: T tokens, R rows whose logits are wanted, E hidden size, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -18,9 +19,17 @@ from pdserve.kernels.kv_view import KVView
 from pdserve.kernels.linear import Linear
 from pdserve.kernels.norm import add_rms_norm, rms_norm
 from pdserve.layers.attention import Attention
-from pdserve.layers.mlp import GatedMLP
+from pdserve.layers.moe import ExpertLoad
 from pdserve.layers.rope import RopeTable
 from pdserve.layers.step import StepContext
+
+
+class FeedForward(Protocol):
+    """The second half of a layer: dense (`GatedMLP`) or a mixture of experts (`MoE`)."""
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """[T, E] to [T, E]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +37,17 @@ class DecoderLayer:
     """One layer. mlp_norm_E: before the MLP; next_norm_E: before the next layer, or the final norm."""
 
     attention: Attention
-    mlp: GatedMLP
+    mlp: FeedForward
     mlp_norm_E: torch.Tensor
     next_norm_E: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """A model ready to run. embedding: the token table; head: its logits' linear layer."""
+    """A model ready to run. embedding: the token table; head: its logits' linear layer.
+
+    expert_load: tokens by layer and expert, counted as they are computed; None for a dense model.
+    """
 
     embedding: Embedding
     first_norm_E: torch.Tensor
@@ -43,6 +55,7 @@ class Decoder:
     head: Linear
     eps: float
     rope: RopeTable
+    expert_load: ExpertLoad | None = None
 
     def forward(
         self, token_ids_T: torch.Tensor, kv: KVView, meta: AttentionMeta, logit_rows_R: torch.Tensor

@@ -1,7 +1,7 @@
 """ModelConfig from GGUF metadata (ggml's docs/gguf.md and llama.cpp's converter).
 
 What lives here: reading and checking keys. What does not: the file (`gguf_file`), weights (`gguf_weights`).
-Llama and Mistral share GGUF's architecture "llama", which has no sliding window.
+Llama, Mistral and Mixtral share GGUF's architecture "llama", which has no sliding window.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from pdserve.errors import ModelError
 from pdserve.layers.rope import RopeConfig, RopeKind
 from pdserve.models.config import (
     MAX_CONTEXT,
+    MAX_EXPERTS,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_VOCAB,
     MAX_WIDTH,
+    Architecture,
+    ExpertsConfig,
     ModelConfig,
     architecture,
 )
 from pdserve.models.fields import Fields
 from pdserve.models.hf_config import yarn_attention_factor
 
+_NAMES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor that holds per-frequency divisors (llama.cpp's form of llama3 scaling)."""
 
@@ -38,8 +42,8 @@ def config_from_gguf(
     Raises ModelError for unsupported or inconsistent values.
     """
     name = Fields(metadata, "The GGUF metadata").text("general.architecture")
-    arch = architecture(name)
     fields = Fields(metadata, "The GGUF metadata", f"{name}.")
+    arch = _architecture(name, fields)
     _refuse_unsupported(metadata, fields)
     hidden = fields.integer("embedding_length", 1, MAX_WIDTH)
     heads = fields.integer("attention.head_count", 1, MAX_HEADS)
@@ -68,12 +72,50 @@ def config_from_gguf(
         rope=_rope(fields, head_dim, positions, freq_factors),
         bos_token_id=bos[0] if bos else None,
         end_token_ids=tokenizer.ids("eos_token_id"),
+        qk_norm_whole=arch.qk_norm_whole,
+        clip_qkv=fields.number("attention.clamp_kqv", 0, 1e6) if fields.has("attention.clamp_kqv") else None,
+        experts=_experts(fields, arch, layers, tensor_names),
+    )
+
+
+def _architecture(name: str, fields: Fields) -> Architecture:
+    """Hugging Face's name of GGUF's architecture."""
+    experts = fields.integer("expert_count", 0, MAX_EXPERTS, 0)
+    if name == "llama" and experts:
+        return architecture("mixtral")
+    arch = architecture(_NAMES.get(name, name))
+    if experts and arch.experts is None:
+        raise ModelError(f"Mixture-of-experts models of architecture {name[:40]!r} are not supported.")
+    return arch
+
+
+def _experts(
+    fields: Fields, arch: Architecture, num_layers: int, tensor_names: frozenset[str]
+) -> ExpertsConfig | None:
+    """A layer has experts if its router is there; llama.cpp's loader has these defaults for widths."""
+    if arch.experts is None:
+        return None
+    layers = tuple(f"blk.{i}.ffn_gate_inp.weight" in tensor_names for i in range(num_layers))
+    dense = fields.integer("feed_forward_length", 1, MAX_WIDTH)
+    num_experts = fields.integer("expert_count", 1, MAX_EXPERTS)
+    top_k = fields.integer("expert_used_count", 1, num_experts)
+    if not any(layers):
+        fields.refuse("expert_count", "asks for experts that no layer has")
+    plain = arch.experts.width_field == "intermediate_size"
+    width = dense if plain else max(1, dense // top_k)
+    normalised = arch.name in ("mixtral", "qwen3_moe")
+    shared = fields.integer("expert_shared_feed_forward_length", 1, MAX_WIDTH, dense)
+    return ExpertsConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=fields.integer("expert_feed_forward_length", 1, MAX_WIDTH, width),
+        normalise=fields.flag("expert_weights_norm", normalised),
+        layers=layers,
+        shared_size=shared if arch.experts.shared_size else 0,
     )
 
 
 def _refuse_unsupported(metadata: dict[str, Any], fields: Fields) -> None:
-    if fields.integer("expert_count", 0, 1 << 16, 0):
-        raise ModelError("Mixture-of-experts models are not supported.")
     if Fields(metadata, "The GGUF metadata").integer("split.count", 0, 1 << 16, 0) > 1:
         raise ModelError("The GGUF file is one part of several; merge them into one file first.")
     if fields.integer("attention.sliding_window", 0, MAX_CONTEXT, 0):

@@ -23,6 +23,10 @@ from pdserve.models.config import (
     architecture,
 )
 from pdserve.models.fields import Fields
+from pdserve.models.hf_experts import experts_from_hf
+
+_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "olmoe")
+"""Families whose config.json may ask for biases of q, k, v and o."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +44,8 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     arch = architecture(fields.text("model_type"))
     _refuse_unsupported(fields, arch)
     sizes = _sizes(fields, arch)
-    rope = _rope(fields, sizes)
-    attention_bias = arch.name in ("llama", "qwen3") and fields.flag("attention_bias", False)
+    rope = _rope(fields, sizes, arch)
+    attention_bias = arch.name in _ATTENTION_BIAS and fields.flag("attention_bias", False)
     bos = fields.ids("bos_token_id")
     return ModelConfig(
         architecture=arch.name,
@@ -53,9 +57,9 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=_num_kv_heads(fields, arch, sizes.heads),
         head_dim=sizes.head_dim,
         max_context=_max_context(rope, sizes.positions),
-        rms_norm_eps=fields.number("rms_norm_eps", 0, 1, 1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps", 0, 1, arch.rms_norm_eps),
         tied_embeddings=fields.flag("tie_word_embeddings", False),
-        qkv_bias=arch.qkv_bias or attention_bias,
+        qkv_bias=(arch.qkv_bias and fields.flag("qkv_bias", True)) or attention_bias,
         o_bias=attention_bias,
         mlp_bias=arch.name == "llama" and fields.flag("mlp_bias", False),
         qk_norm=arch.qk_norm,
@@ -63,6 +67,9 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         rope=rope,
         bos_token_id=bos[0] if bos else None,
         end_token_ids=tuple(sorted(set(fields.ids("eos_token_id")))),
+        qk_norm_whole=arch.qk_norm_whole,
+        clip_qkv=fields.number("clip_qkv", 0, 1e6) if fields.has("clip_qkv") else None,
+        experts=experts_from_hf(fields, arch, sizes.layers),
     )
 
 
@@ -100,18 +107,15 @@ def _num_kv_heads(fields: Fields, arch: Architecture, heads: int) -> int:
 
 def _windows(fields: Fields, arch: Architecture, num_layers: int) -> tuple[int, ...]:
     """Sliding windows by layer; an absent sliding_window has the family's default, null means none."""
-    if arch.windowed == "none" or (
-        arch.windowed == "layers" and not fields.flag("use_sliding_window", False)
-    ):
-        return (0,) * num_layers
-    window = 0
-    if fields.has("sliding_window") or not fields.present("sliding_window"):
-        window = fields.integer("sliding_window", 1, MAX_CONTEXT, arch.sliding_window)
-    if arch.windowed == "all":
+    used = arch.windowed == "all" or (arch.windowed != "none" and fields.flag("use_sliding_window", False))
+    window = _window(fields, arch) if used else 0
+    if arch.windowed in ("all", "switched") or not used:
         return (window,) * num_layers
     types = fields.raw("layer_types")
     if types is None:
         first = fields.integer("max_window_layers", 0, MAX_LAYERS, 28)
+        if arch.windowed == "alternate":
+            return tuple(window if i < first and i % 2 == 0 else 0 for i in range(num_layers))
         return tuple(window if i >= first else 0 for i in range(num_layers))
     known = {"sliding_attention": window, "full_attention": 0}
     if not isinstance(types, list) or len(types) != num_layers or any(t not in known for t in types):
@@ -119,7 +123,14 @@ def _windows(fields: Fields, arch: Architecture, num_layers: int) -> tuple[int, 
     return tuple(known[t] for t in types)
 
 
-def _rope(fields: Fields, sizes: _Sizes) -> RopeConfig:
+def _window(fields: Fields, arch: Architecture) -> int:
+    absent = not fields.present("sliding_window") and arch.sliding_window is not None
+    if fields.has("sliding_window") or absent:
+        return fields.integer("sliding_window", 1, MAX_CONTEXT, arch.sliding_window)
+    return 0
+
+
+def _rope(fields: Fields, sizes: _Sizes, arch: Architecture) -> RopeConfig:
     """Reads `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (before)."""
     name = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
     scaling = fields.mapping(name)
@@ -134,7 +145,7 @@ def _rope(fields: Fields, sizes: _Sizes) -> RopeConfig:
             holder.refuse("partial_rotary_factor", "must be 1")
     return RopeConfig(
         kind=RopeKind(kind),
-        theta=theta.number("rope_theta", 1.0001, 1e12, 10_000.0),
+        theta=theta.number("rope_theta", 1.0001, 1e12, arch.rope_theta),
         rotary_dim=sizes.head_dim,
         **_SCALINGS[kind](fields, scaling, sizes),
     )

@@ -16,7 +16,8 @@ from pdserve.models.config import ModelConfig
 from pdserve.models.hf_config import config_from_hf
 from pdserve.models.json_file import MAX_INDEX_BYTES, read_object
 from pdserve.models.safetensors_file import StoredTensor, read_safetensors
-from pdserve.models.weights import check_names, weight_shapes
+from pdserve.models.stacked import Stacked, stack_experts
+from pdserve.models.weights import canonical, check_names, expert_part, weight_shapes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -25,10 +26,10 @@ MAX_SHARDS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """A checked directory. files: everything that decides what the model computes."""
+    """A checked directory. tensors: by our names. files: everything that decides what the model computes."""
 
     config: ModelConfig
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, StoredTensor | Stacked[StoredTensor]]
     files: tuple[Path, ...]
 
 
@@ -66,11 +67,18 @@ def read_directory(directory: Path) -> ModelFiles:
         raise ModelError(
             f"The model directory has neither {SINGLE} nor {INDEX}; only safetensors are loaded."
         )
-    check_names({name: t.shape for name, t in tensors.items()}, config)
+    named = {canonical(name): t for name, t in stack_experts(tensors, expert_part).items()}
+    check_names({name: t.shape for name, t in named.items()}, config)
     weights = {t.path for t in tensors.values()}
-    return ModelFiles(config=config, tensors=tensors, files=(directory / "config.json", *sorted(weights)))
+    return ModelFiles(config=config, tensors=named, files=(directory / "config.json", *sorted(weights)))
 
 
 def read_weights(files: ModelFiles, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Every weight of the model in `dtype`."""
-    return {name: files.tensors[name].read(dtype) for name in weight_shapes(files.config)}
+    return {name: _read(files.tensors[name], dtype) for name in weight_shapes(files.config)}
+
+
+def _read(tensor: StoredTensor | Stacked[StoredTensor], dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(tensor, Stacked):
+        return tensor.read(lambda piece: piece.read(dtype), dtype)
+    return tensor.read(dtype)

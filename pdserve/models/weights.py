@@ -2,39 +2,79 @@
 
 What lives here: the one list that both loaders are held to. What does not: reading files.
 Shapes: V vocabulary, N hidden, F intermediate, H heads, K KV heads, D head dim; linears are [out, in].
+Experts of a layer are one weight [experts, out, in], gate's rows before up's.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
 
 from pdserve.errors import ModelError
-from pdserve.models.config import ModelConfig
+from pdserve.models.config import ExpertsConfig, ModelConfig
+from pdserve.models.stacked import ExpertPart
+
+_Linears = dict[str, tuple[int, int, bool]]
 
 
-def _layer_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    q, kv, n, f = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
-    linears = {
+def _attention_linears(c: ModelConfig) -> _Linears:
+    q, kv, n = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
+    return {
         "self_attn.q_proj": (q, n, c.qkv_bias),
         "self_attn.k_proj": (kv, n, c.qkv_bias),
         "self_attn.v_proj": (kv, n, c.qkv_bias),
         "self_attn.o_proj": (n, q, c.o_bias),
-        "mlp.gate_proj": (f, n, c.mlp_bias),
-        "mlp.up_proj": (f, n, c.mlp_bias),
-        "mlp.down_proj": (n, f, c.mlp_bias),
     }
+
+
+def _gated_linears(prefix: str, inner: int, outer: int, bias: bool) -> _Linears:
+    return {
+        f"{prefix}.gate_proj": (inner, outer, bias),
+        f"{prefix}.up_proj": (inner, outer, bias),
+        f"{prefix}.down_proj": (outer, inner, bias),
+    }
+
+
+def _expert_shapes(x: ExpertsConfig, hidden: int) -> tuple[_Linears, dict[str, tuple[int, ...]]]:
+    """Linears beside the experts, and the stacked weights of all of them."""
+    linears: _Linears = {"mlp.gate": (x.num_experts, hidden, False)}
+    if x.shared_size:
+        linears |= _gated_linears("mlp.shared_expert", x.shared_size, hidden, False)
+        linears["mlp.shared_expert_gate"] = (1, hidden, False)
+    return linears, {
+        "mlp.experts.gate_up_proj": (x.num_experts, 2 * x.intermediate_size, hidden),
+        "mlp.experts.down_proj": (x.num_experts, hidden, x.intermediate_size),
+    }
+
+
+def _qk_norm_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    if c.qk_norm:
+        return {"self_attn.q_norm.weight": (c.head_dim,), "self_attn.k_norm.weight": (c.head_dim,)}
+    if c.qk_norm_whole:
+        widths = {"q": c.num_heads * c.head_dim, "k": c.num_kv_heads * c.head_dim}
+        return {f"self_attn.{part}_norm.weight": (width,) for part, width in widths.items()}
+    return {}
+
+
+def _layer_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (n,),
-        "post_attention_layernorm.weight": (n,),
+        "input_layernorm.weight": (c.hidden_size,),
+        "post_attention_layernorm.weight": (c.hidden_size,),
+        **_qk_norm_shapes(c),
     }
+    linears = _attention_linears(c)
+    if c.experts is not None and c.has_experts(layer):
+        more, stacked = _expert_shapes(c.experts, c.hidden_size)
+        linears |= more
+        shapes |= stacked
+    else:
+        linears |= _gated_linears("mlp", c.intermediate_size, c.hidden_size, c.mlp_bias)
     for name, (rows, columns, bias) in linears.items():
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
-    if c.qk_norm:
-        shapes |= {"self_attn.q_norm.weight": (c.head_dim,), "self_attn.k_norm.weight": (c.head_dim,)}
     return shapes
 
 
@@ -47,9 +87,35 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     for layer in range(config.num_layers):
-        for name, shape in _layer_shapes(config).items():
+        for name, shape in _layer_shapes(config, layer).items():
             shapes[f"model.layers.{layer}.{name}"] = shape
     return shapes
+
+
+_EXPERT = re.compile(
+    r"(model\.layers\.(?:0|[1-9][0-9]{0,3}))\.(?:mlp|block_sparse_moe)"
+    r"\.experts\.(0|[1-9][0-9]{0,3})\.([a-z0-9_]{2,9})\.weight"
+)
+_EXPERT_PARTS = {
+    "gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2), "down_proj": ("down_proj", 0, 1),
+    "w1": ("gate_up_proj", 0, 2), "w3": ("gate_up_proj", 1, 2), "w2": ("down_proj", 0, 1),
+}  # fmt: skip
+
+
+def expert_part(name: str) -> ExpertPart | None:
+    """What a weight of one expert (Mixtral's names or the others') is of its layer's stacked weight."""
+    match = _EXPERT.fullmatch(name)
+    if match is None or match[3] not in _EXPERT_PARTS:
+        return None
+    stacked, part, num_parts = _EXPERT_PARTS[match[3]]
+    return ExpertPart(
+        name=f"{match[1]}.mlp.experts.{stacked}", expert=int(match[2]), part=part, num_parts=num_parts
+    )
+
+
+def canonical(name: str) -> str:
+    """Our name of a weight: Mixtral calls its MLP block_sparse_moe."""
+    return name.replace(".block_sparse_moe.", ".mlp.")
 
 
 def needless(name: str, config: ModelConfig) -> bool:

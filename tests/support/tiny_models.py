@@ -5,7 +5,7 @@ What lives here: configurations of every architecture and the files that hold th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def _model(config_class: Any, model_class: Any, **fields: Any) -> PreTrainedModel:
+def make(config_class: Any, model_class: Any, **fields: Any) -> PreTrainedModel:
     """A model with every parameter random: biases are not zero, norms are not one."""
     config = config_class(**{**_SHAPE, **fields})
     config._attn_implementation = "eager"
@@ -53,19 +53,19 @@ def _model(config_class: Any, model_class: Any, **fields: Any) -> PreTrainedMode
 
 
 def llama(**fields: Any) -> PreTrainedModel:
-    return _model(LlamaConfig, LlamaForCausalLM, **fields)
+    return make(LlamaConfig, LlamaForCausalLM, **fields)
 
 
 def mistral(**fields: Any) -> PreTrainedModel:
-    return _model(MistralConfig, MistralForCausalLM, **fields)
+    return make(MistralConfig, MistralForCausalLM, **fields)
 
 
 def qwen2(**fields: Any) -> PreTrainedModel:
-    return _model(Qwen2Config, Qwen2ForCausalLM, **fields)
+    return make(Qwen2Config, Qwen2ForCausalLM, **fields)
 
 
 def qwen3(**fields: Any) -> PreTrainedModel:
-    return _model(Qwen3Config, Qwen3ForCausalLM, **fields)
+    return make(Qwen3Config, Qwen3ForCausalLM, **fields)
 
 
 def scaled(kind: str, **fields: Any) -> dict[str, Any]:
@@ -121,6 +121,8 @@ def save(model: PreTrainedModel, directory: Path, **options: Any) -> Path:
     return directory
 
 
+GGUF_ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+"""GGUF's names where they differ from Hugging Face's."""
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -136,6 +138,14 @@ _GGUF_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 
 
@@ -176,6 +186,34 @@ def _metadata(writer: GGUFWriter, config: Any) -> None:
     writer.add_eos_token_id(257)
 
 
+def _experts_metadata(writer: GGUFWriter, config: Any) -> None:
+    if not hasattr(config, "num_experts_per_tok"):
+        return
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if hasattr(config, "shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if getattr(config, "clip_qkv", None):
+        writer.add_clamp_kqv(config.clip_qkv)
+
+
+def _gguf_tensors(model: PreTrainedModel) -> Iterator[tuple[str, np.ndarray]]:
+    """Weights as llama.cpp's converter splits them: gate and up of the experts apart, the gate a vector."""
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach().numpy()
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), np.split(weight, 2, axis=1), strict=True):
+                yield name.replace("gate_up_proj", f"{part}_proj.weight"), np.ascontiguousarray(half)
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", weight
+        elif name.endswith("shared_expert_gate.weight"):
+            yield name, weight[0]
+        else:
+            yield name, weight
+
+
 def save_gguf(
     model: PreTrainedModel,
     path: Path,
@@ -184,15 +222,15 @@ def save_gguf(
 ) -> Path:
     """The model as one GGUF file, matrices stored as `kind`."""
     config: Any = model.config
-    writer = GGUFWriter(path, config.model_type)
+    writer = GGUFWriter(path, GGUF_ARCHITECTURES.get(config.model_type, config.model_type))
     _metadata(writer, config)
+    _experts_metadata(writer, config)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors)
-    for name, parameter in model.named_parameters():
-        weight = parameter.detach().numpy()
+    for name, weight in _gguf_tensors(model):
         part = name.split(".")[-2]
-        if config.model_type == "llama" and part in heads:
+        if config.model_type in ("llama", "mixtral") and part in heads:
             weight = _permuted(weight, heads[part])
         if weight.ndim == 1:
             writer.add_tensor(gguf_name(name), np.ascontiguousarray(weight))

@@ -296,10 +296,10 @@ def test_a_huge_config_is_refused(folder: Path) -> None:
     assert "config.json is larger than 1 MiB" in refused(folder)
 
 
-def test_mixture_of_experts_and_split_files_are_refused(tmp_path: Path) -> None:
+def test_experts_in_a_dense_architecture_are_refused(tmp_path: Path) -> None:
     experts = (
-        text("general.architecture") + struct.pack("<I", 8) + text("llama")
-        + text("llama.expert_count") + struct.pack("<II", 4, 8)
+        text("general.architecture") + struct.pack("<I", 8) + text("qwen2")
+        + text("qwen2.expert_count") + struct.pack("<II", 4, 8)
     )  # fmt: skip
     data = header(3, 1, 2, experts + tensor("t", (1,), 0, 0)) + bytes(99)
     (tmp_path / "moe.gguf").write_bytes(data)

@@ -124,7 +124,10 @@ def test_factors_as_llama_cpp_derives_them_are_llama3_scaling() -> None:
         ({"llama__rope__dimension_count": 32}, "must equal the head dimension"),
         ({"llama__rope__scaling__type": "longrope"}, "must be none, linear or yarn"),
         ({"llama__attention__sliding_window": 100}, "is not supported in a GGUF file"),
-        ({"llama__expert_count": 8}, "Mixture-of-experts"),
+        ({"llama__expert_count": 8}, "expert_used_count is missing"),
+        ({"llama__expert_count": 8, "llama__expert_used_count": 9}, "expert_used_count must be an integer"),
+        ({"llama__expert_count": 8, "llama__expert_used_count": 2}, "expert_count asks for experts"),
+        ({"general__architecture": "qwen2", "qwen2__expert_count": 8}, "Mixture-of-experts models of arch"),
         ({"split__count": 3}, "one part of several"),
         ({"llama__rope__freq_base": float("nan")}, "freq_base must be a number"),
         ({"tokenizer__ggml__eos_token_id": 99}, "outside its vocabulary"),
@@ -138,7 +141,7 @@ def test_what_is_not_supported_is_refused_with_a_sentence(changes: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "name", ["blk.00.attn_q.weight", "blk.1.ffn_gate_exps.weight", "v.patch.weight", "", "x"]
+    "name", ["blk.00.attn_q.weight", "blk.1.ffn_gate.3.weight", "v.patch.weight", "", "x"]
 )
 def test_unknown_tensors_are_refused(name: str) -> None:
     with pytest.raises(ModelError, match="no supported model has"):

@@ -1,0 +1,145 @@
+"""The mixture-of-experts half of a decoder layer, for one device: route, sort, grouped SwiGLU, weighted sum.
+
+What lives here: the order of kernels, the map from experts to slots, and the count of tokens by expert. What
+does not: how tokens choose (`routers`), weights' names (`pdserve.models`), parallelism (another
+`ExpertRunner` takes `LocalExperts`' place from outside).
+
+Legend: T tokens, X experts, C choices per token, S slots, M rows = choices that count, E hidden size,
+L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pdserve.errors import ConfigError
+from pdserve.kernels.activation import silu_mul
+from pdserve.kernels.grouped_linear import PackedGroups, grouped_linear
+from pdserve.kernels.linear import Linear
+from pdserve.kernels.routing import combine, sort_by_slot
+from pdserve.layers.mlp import GatedMLP
+from pdserve.layers.routers import DROPPED, Router
+
+
+class ExpertMap:
+    """Which slot (a place for an expert's weights) computes which expert. Immutable.
+
+    slots_X: int64; one slot per expert, no slot twice.
+    """
+
+    def __init__(self, slots: Sequence[int], num_slots: int) -> None:
+        """Raises ConfigError unless every expert has a slot of its own below num_slots."""
+        if len(set(slots)) != len(slots) or any(not 0 <= s < num_slots for s in slots):
+            raise ConfigError("an expert map must give every expert a slot of its own that exists")
+        self.num_slots = num_slots
+        # One more row, so that DROPPED (-1) maps to itself.
+        self._slots = torch.tensor([*slots, DROPPED], dtype=torch.int64)
+        self.slots_X = self._slots[:-1]
+
+    @classmethod
+    def identity(cls, num_experts: int) -> ExpertMap:
+        """Expert i in slot i."""
+        return cls(range(num_experts), num_experts)
+
+    def __call__(self, experts_TC: torch.Tensor) -> torch.Tensor:
+        """Slots of experts, DROPPED where dropped."""
+        return self._slots[experts_TC]
+
+
+class ExpertLoad:
+    """Tokens by layer and expert since `reset`. Written by the compute thread, read by any (a moment late).
+
+    counts_LX: int64, choices that were computed. balance_L: float32, the last step's auxiliary loss by layer,
+    NaN where its router has none. Rows of layers without experts stay zero.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self.counts_LX = torch.zeros(num_layers, num_experts, dtype=torch.int64)
+        self.balance_L = torch.full((num_layers,), float("nan"))
+
+    def reset(self) -> None:
+        """Forgets everything counted so far."""
+        self.counts_LX.zero_()
+        self.balance_L.fill_(float("nan"))
+
+    def add(self, layer: int, counts_X: torch.Tensor, balance: float | None) -> None:
+        """One step of one layer. counts_X: int64."""
+        self.counts_LX[layer] += counts_X
+        if balance is not None:
+            self.balance_L[layer] = balance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRows:
+    """What experts computed. rows_ME: one row per choice that counts. row_of_TC: int64, -1 where dropped.
+
+    counts_X: int64, rows by expert.
+    """
+
+    rows_ME: torch.Tensor
+    row_of_TC: torch.Tensor
+    counts_X: torch.Tensor
+
+
+class ExpertRunner(Protocol):
+    """Computes the experts of a step, here or elsewhere. Called by the compute thread only."""
+
+    def __call__(self, x_TE: torch.Tensor, experts_TC: torch.Tensor) -> ExpertRows:
+        """A row depends on its token and expert alone. experts_TC: int64, DROPPED where nothing is wanted."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalExperts:
+    """All experts on this device. gate_up: per slot, rows of gate, then of up."""
+
+    gate_up: PackedGroups
+    down: PackedGroups
+    map: ExpertMap
+
+    def __call__(self, x_TE: torch.Tensor, experts_TC: torch.Tensor) -> ExpertRows:
+        order = sort_by_slot(self.map(experts_TC), self.map.num_slots)
+        x_ME = x_TE.index_select(0, order.token_of_M)
+        hidden_MF = silu_mul(grouped_linear(x_ME, order.offsets_S, self.gate_up))
+        return ExpertRows(
+            rows_ME=grouped_linear(hidden_MF, order.offsets_S, self.down),
+            row_of_TC=order.row_of_TC,
+            counts_X=order.offsets_S.diff()[self.map.slots_X],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedExpert:
+    """An expert that every token takes. gate: the sigmoid of it scales the output (Qwen2-MoE), or None."""
+
+    mlp: GatedMLP
+    gate: Linear | None
+
+    def __call__(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(output [T, E], gate [T] float32 before its sigmoid, or None)."""
+        gate_T1 = None if self.gate is None else self.gate(x_TE, out_float32=True)
+        return self.mlp(x_TE), None if gate_T1 is None else gate_T1[:, 0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoE:
+    """layer: index into `load`. gate: the router's logits, computed in float32 whatever the dtype."""
+
+    layer: int
+    gate: Linear
+    router: Router
+    experts: ExpertRunner
+    shared: SharedExpert | None
+    load: ExpertLoad
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """[T, E] to [T, E]; a row that no expert takes is zero (the residual passes it on)."""
+        routing = self.router(self.gate(x_TE, out_float32=True))
+        done = self.experts(x_TE, routing.experts_TC)
+        self.load.add(self.layer, done.counts_X, routing.balance)
+        shared_TE, gate_T = (None, None) if self.shared is None else self.shared(x_TE)
+        return combine(done.rows_ME, done.row_of_TC, routing.weights_TC, routing.totals_T, shared_TE, gate_T)
