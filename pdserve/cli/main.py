@@ -31,6 +31,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Settings and where they come from.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+moe_app = typer.Typer(help="Mixtures of experts.", no_args_is_help=True)
+app.add_typer(moe_app, name="moe")
 
 Address = Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="Address of the router.")]
 TlsCa = Annotated[
@@ -181,6 +183,38 @@ def certs(
     from pdserve.cli.certs import run
 
     run(directory, tuple(host.strip() for host in hosts.split(",") if host.strip()), days)
+
+
+@moe_app.command()
+def upcycle(
+    model: Annotated[str, typer.Argument(help="A dense Llama- or Mistral-shaped model, as for --model.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Where it goes; new or empty.")
+    ],
+    experts: Annotated[int, typer.Option(help="Experts of each layer.")] = 4,
+    top_k: Annotated[int, typer.Option(help="Experts that a token takes.")] = 2,
+    noise: Annotated[
+        float, typer.Option(help="Added to each expert, in units of the weights' spread.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the router and the noise.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Stored as bfloat16 or float32.")] = "bfloat16",
+    router: Annotated[
+        str, typer.Option(help="token_choice, gshard or switch (docs/moe.md).")
+    ] = "token_choice",
+    capacity_factor: Annotated[float, typer.Option(help="Places of an expert; gshard and switch.")] = 1.25,
+) -> None:
+    """Make a mixture of experts (Mixtral's format) from a dense model."""
+    from pdserve.cli.moe import run
+    from pdserve.layers.routers import RouterKind
+    from pdserve.models.upcycle import Upcycling
+
+    if router not in list(RouterKind):
+        raise ConfigError(f"router: must be one of {', '.join(RouterKind)}")
+    made = Upcycling(
+        num_experts=experts, top_k=top_k, noise=noise, seed=seed, router=RouterKind(router),
+        capacity_factor=capacity_factor,
+    )  # fmt: skip
+    run(model, output, made, dtype)
 
 
 @app.command()
