@@ -146,6 +146,11 @@ def layer(
     )
 
 
+def gate_of(moe: MoE) -> torch.Tensor:
+    assert isinstance(moe.gate, PackedLinear)
+    return moe.gate.unpack()
+
+
 def rows(tokens: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
     return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -196,7 +201,7 @@ class TestLayer:
         )
         x = rows(20, torch.bfloat16)
         assert moe(x).dtype is torch.bfloat16
-        exact = x.double() @ moe.gate.unpack().double().T
+        exact = x.double() @ gate_of(moe).double().T
         assert seen[0].dtype is torch.float32
         assert (seen[0] - exact).abs().max() < 1e-5
 
@@ -205,7 +210,7 @@ class TestLayer:
         top_k = 1 if kind is RouterKind.SWITCH else 2
         arguments = {"top_k": top_k, "normalise": False, "capacity_factor": 1.0, "seed": 4}
         moe, x = layer(make_router(kind, **arguments), torch.float32), rows(40, torch.float32)
-        logits = (x.double() @ moe.gate.unpack().double().T).float()
+        logits = (x.double() @ gate_of(moe).double().T).float()
         weights = combined(make_router(kind, **arguments)(logits), EXPERTS).double()
         assert isinstance(moe.experts, LocalExperts)
         wanted = torch.zeros(40, HIDDEN).double()
