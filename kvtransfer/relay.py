@@ -26,6 +26,7 @@ from pdserve.errors import Incompatible, InternalError
 Page = int | memoryview | bytearray
 Pages = Mapping[PageAt, Page]
 MAX_LOOPS = 10
+LINE_BYTES = 64
 # Mirrors `Step`: source and target page, their starts, kind, unit, depth; then counts and both sides' steps.
 _STEP = struct.Struct(f"={7 + 3 * MAX_LOOPS}Q")
 _KINDS = {("float32", "bfloat16"): 1, ("bfloat16", "float32"): 2}
@@ -59,6 +60,7 @@ class NativeRelayout:
         Incompatible for more loops than the executor has."""
         prove(plan)
         self.plan = plan
+        self._guard = _Guard(plan)
         self._relay: Callable[..., int] = library().kvt_relay
         self._sources = _Slots(plan.source, plan.span_tokens)
         self._targets = _Slots(plan.target, plan.span_tokens)
@@ -69,7 +71,7 @@ class NativeRelayout:
         self, *, source_pages: Pages, target_pages: Pages, num_tokens: int, tokens_after: int | None = None
     ) -> int:
         """See `Relayout.execute`."""
-        check_pages(self.plan, source_pages, target_pages, num_tokens)
+        self._guard.check(source_pages, target_pages, num_tokens)
         steps, count = self._steps, len(self.plan.copies)
         if self._windows and tokens_after is not None:
             copies = [c for c in self.plan.copies if self.plan.seen(c, num_tokens, tokens_after)]
@@ -93,12 +95,13 @@ class PlainRelayout:
         """Proves the plan. Raises InternalError if it is wrong."""
         prove(plan)
         self.plan = plan
+        self._guard = _Guard(plan)
 
     def execute(
         self, *, source_pages: Pages, target_pages: Pages, num_tokens: int, tokens_after: int | None = None
     ) -> int:
         """See `Relayout.execute`."""
-        check_pages(self.plan, source_pages, target_pages, num_tokens)
+        self._guard.check(source_pages, target_pages, num_tokens)
         done = 0
         for copy in self.plan.copies:
             if copy.source not in source_pages or copy.target not in target_pages:
@@ -125,22 +128,39 @@ def converted(bits: npt.NDArray[Any], wanted: np.dtype[Any]) -> npt.NDArray[Any]
     return np.where(is_nan, (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
 
-def check_pages(plan: RelayoutPlan, sources: Pages, targets: Pages, num_tokens: int) -> None:
-    """Raises InternalError unless `execute` may have these pages."""
-    if not set(sources) <= set(plan.source_pages(num_tokens)):
-        raise InternalError("a re-layout got source pages that its plan does not read")
-    if not set(targets) <= set(plan.target_pages(num_tokens)):
-        raise InternalError("a re-layout got target pages that its plan does not write")
-    existing = set(plan.target_pages(num_tokens))
-    for copy in plan.copies:
-        if copy.source in sources and copy.target in existing and copy.target not in targets:
-            raise InternalError(f"a re-layout lacks target (rank, page) {copy.target}")
-    for layout, pages in ((plan.source, sources), (plan.target, targets)):
-        for (rank, _), page in pages.items():
-            if not isinstance(page, int) and len(page) != layout.page_bytes(rank):
-                raise InternalError(
-                    f"a page of rank {rank} has {layout.page_bytes(rank)} bytes, not {len(page)}"
-                )
+class _Guard:
+    """What pages `execute` may have; known by number of tokens after the first time."""
+
+    def __init__(self, plan: RelayoutPlan) -> None:
+        self._plan = plan
+        self._known: dict[int, tuple[dict[PageAt, frozenset[PageAt]], frozenset[PageAt]]] = {}
+
+    def check(self, sources: Pages, targets: Pages, num_tokens: int) -> None:
+        """Raises InternalError unless they may be re-laid."""
+        known = self._known.get(num_tokens)
+        reads, writes = known or self._learn(num_tokens)
+        for at in sources:
+            if at not in reads:
+                raise InternalError(f"a re-layout got source (rank, page) {at}, which its plan does not read")
+            if not reads[at] <= targets.keys():
+                raise InternalError(f"a re-layout lacks a target page of source (rank, page) {at}")
+        if not targets.keys() <= writes:
+            raise InternalError("a re-layout got target pages that its plan does not write")
+        for layout, pages in ((self._plan.source, sources), (self._plan.target, targets)):
+            for (rank, _), page in pages.items():
+                if not isinstance(page, int) and len(page) != layout.page_bytes(rank):
+                    raise InternalError(
+                        f"a page of rank {rank} has {layout.page_bytes(rank)} bytes, not {len(page)}"
+                    )
+
+    def _learn(self, num_tokens: int) -> tuple[dict[PageAt, frozenset[PageAt]], frozenset[PageAt]]:
+        writes = frozenset(self._plan.target_pages(num_tokens))
+        reads = {
+            at: frozenset(copy.target for copy in self._plan.copies if copy.source == at) & writes
+            for at in self._plan.source_pages(num_tokens)
+        }
+        self._known[num_tokens] = reads, writes
+        return reads, writes
 
 
 class _Slots:
@@ -179,8 +199,12 @@ def _fields(plan: RelayoutPlan, copy: StridedCopy) -> list[int]:
     ours, theirs = plan.source.dtype_bytes, plan.target.dtype_bytes
     loops = [(loop.extent, loop.source * ours, loop.target * theirs) for loop in copy.loops]
     unit = ours
-    if not plan.convert and loops and loops[-1][1:] == (ours, theirs):
+    if loops and loops[-1][1:] == (ours, theirs):
         unit = ours * loops.pop()[0]
+    if unit < LINE_BYTES and len(loops) > 1:
+        # The row loop of the innermost plane follows the source, as the column loop follows the target.
+        row = min(loops[:-1], key=lambda loop: loop[1])
+        loops = [*(loop for loop in loops[:-1] if loop is not row), row, loops[-1]]
     loops = [(1, 0, 0)] * (2 - len(loops)) + loops
     if len(loops) > MAX_LOOPS:
         raise Incompatible("the two page layouts are too unlike for the executor; use simpler inner orders")

@@ -104,6 +104,40 @@ template <class T> struct Units {
     }
 };
 
+// Neighbours along the rows in the source, along the columns in the target: blocks of 8 x 8 words in registers.
+struct Transposed {
+    static void block(const uint8_t* from, size_t from_column, uint8_t* to, size_t to_row) {
+        __m256 a[8], b[8];
+        for (int c = 0; c < 8; c++) a[c] = _mm256_loadu_ps(reinterpret_cast<const float*>(from + c * from_column));
+        for (int n = 0; n < 8; n += 2) {
+            b[n] = _mm256_unpacklo_ps(a[n], a[n + 1]);
+            b[n + 1] = _mm256_unpackhi_ps(a[n], a[n + 1]);
+        }
+        for (int n = 0; n < 8; n += 4)
+            for (int half = 0; half < 2; half++) {
+                a[n + 2 * half] = _mm256_shuffle_ps(b[n + half], b[n + 2 + half], 0x44);
+                a[n + 2 * half + 1] = _mm256_shuffle_ps(b[n + half], b[n + 2 + half], 0xEE);
+            }
+        for (int r = 0; r < 8; r++) {
+            const __m256 low = a[r % 4], high = a[r % 4 + 4];
+            const __m256 row = r < 4 ? _mm256_permute2f128_ps(low, high, 0x20) : _mm256_permute2f128_ps(low, high, 0x31);
+            _mm256_storeu_ps(reinterpret_cast<float*>(to + r * to_row), row);
+        }
+    }
+
+    void operator()(const Plane& p, const uint8_t* from, uint8_t* to) const {
+        const size_t rows = p.rows / 8 * 8, columns = p.columns / 8 * 8;
+        for (size_t r = 0; r < rows; r += 8)
+            for (size_t c = 0; c < columns; c += 8)
+                block(from + r * 4 + c * p.from_column, p.from_column, to + r * p.to_row + c * 4, p.to_row);
+        Plane rest = p;
+        rest.columns = p.columns - columns;
+        Units<uint32_t>{}(rest, from + columns * p.from_column, to + columns * 4);
+        rest.columns = columns, rest.rows = p.rows - rows;
+        Units<uint32_t>{}(rest, from + rows * 4, to + rows * p.to_row);
+    }
+};
+
 // Round to nearest, ties to even; a NaN stays one, made quiet.
 inline uint16_t narrow(uint32_t bits) {
     const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
@@ -113,17 +147,60 @@ inline uint16_t narrow(uint32_t bits) {
 
 inline uint32_t widen(uint16_t bits) { return static_cast<uint32_t>(bits) << 16; }
 
-template <class From, class To, To (*convert)(From)> struct Converted {
+inline uint16_t same(uint16_t bits) { return bits; }
+
+// Elements that become others on the way; unit: as many in a row as are neighbours on both sides.
+template <class From, class To, To (*become)(From)> struct Converted {
+    size_t unit;
+
     void operator()(const Plane& p, const uint8_t* from, uint8_t* to) const {
+        if (unit == 2 * sizeof(From)) return each<2>(p, from, to, 2);
+        if (unit == sizeof(From)) return each<1>(p, from, to, 1);
+        each<0>(p, from, to, unit / sizeof(From));
+    }
+
+    template <size_t FIXED> static void each(const Plane& p, const uint8_t* from, uint8_t* to, size_t given) {
+        const size_t n = FIXED ? FIXED : given;
+        for (size_t r = 0; r < p.rows; r++)
+            for (size_t c = 0; c < p.columns; c++) {
+                const uint8_t* __restrict source = from + r * p.from_row + c * p.from_column;
+                uint8_t* __restrict target = to + r * p.to_row + c * p.to_column;
+                for (size_t e = 0; e < n; e++)
+                    store(target + e * sizeof(To), become(load<From>(source + e * sizeof(From))));
+            }
+    }
+};
+
+// Two rows that alternate in the source become two runs.
+template <class From, class To, To (*become)(From)> struct Parted {
+    static bool fits(const Plane& p, size_t unit) {
+        return p.rows == 2 && unit == sizeof(From) && p.from_row == sizeof(From) && p.from_column == 2 * sizeof(From) &&
+               p.to_column == sizeof(To);
+    }
+
+    void operator()(const Plane& p, const uint8_t* __restrict from, uint8_t* to) const {
+        uint8_t* __restrict first = to;
+        uint8_t* __restrict second = to + p.to_row;
+        for (size_t c = 0; c < p.columns; c++) {
+            store(first + c * sizeof(To), become(load<From>(from + 2 * c * sizeof(From))));
+            store(second + c * sizeof(To), become(load<From>(from + (2 * c + 1) * sizeof(From))));
+        }
+    }
+};
+
+// Two runs alternate in the target.
+template <class From, class To, To (*become)(From)> struct Joined {
+    static bool fits(const Plane& p, size_t unit) {
+        return p.columns == 2 && unit == sizeof(From) && p.from_row == sizeof(From) && p.to_row == 2 * sizeof(To) &&
+               p.to_column == sizeof(To);
+    }
+
+    void operator()(const Plane& p, const uint8_t* from, uint8_t* __restrict to) const {
+        const uint8_t* __restrict first = from;
+        const uint8_t* __restrict second = from + p.from_column;
         for (size_t r = 0; r < p.rows; r++) {
-            const uint8_t* source = from + r * p.from_row;
-            uint8_t* target = to + r * p.to_row;
-            if (p.from_column == sizeof(From) && p.to_column == sizeof(To))
-                for (size_t c = 0; c < p.columns; c++)
-                    store(target + c * sizeof(To), convert(load<From>(source + c * sizeof(From))));
-            else
-                for (size_t c = 0; c < p.columns; c++)
-                    store(target + c * p.to_column, convert(load<From>(source + c * p.from_column)));
+            store(to + 2 * r * sizeof(To), become(load<From>(first + r * sizeof(From))));
+            store(to + (2 * r + 1) * sizeof(To), become(load<From>(second + r * sizeof(From))));
         }
     }
 };
@@ -134,18 +211,37 @@ bool in_lines(const Step& step, const uint8_t* target) {
     return odd % LINE == 0;
 }
 
-template <class Body> void run(const Step& step, const uint8_t* from, uint8_t* to, const Body& body) {
+Plane plane_of(const Step& step) {
     const uint64_t row = step.depth - 2, column = step.depth - 1;
-    const Plane plane{step.count[row],           step.count[column],       step.source_step[row],
-                      step.source_step[column], step.target_step[row], step.target_step[column]};
+    return {step.count[row],          step.count[column],     step.source_step[row], step.source_step[column],
+            step.target_step[row], step.target_step[column]};
+}
+
+template <class Body> void run(const Step& step, const uint8_t* from, uint8_t* to, const Body& body) {
+    const Plane plane = plane_of(step);
     each_plane(step, 0, from, to, [&](const uint8_t* source, uint8_t* target) { body(plane, source, target); });
+}
+
+template <class From, class To, To (*become)(From)>
+void convert(const Step& step, const uint8_t* from, uint8_t* to) {
+    using Apart = Parted<From, To, become>;
+    using Together = Joined<From, To, become>;
+    if (Apart::fits(plane_of(step), step.unit)) return run(step, from, to, Apart{});
+    if (Together::fits(plane_of(step), step.unit)) return run(step, from, to, Together{});
+    run(step, from, to, Converted<From, To, become>{step.unit});
+}
+
+void copy_words(const Step& step, const uint8_t* from, uint8_t* to) {
+    const Plane plane = plane_of(step);
+    if (plane.from_row == 4 && plane.to_column == 4) return run(step, from, to, Transposed{});
+    run(step, from, to, Units<uint32_t>{});
 }
 
 void copy(const Step& step, const uint8_t* from, uint8_t* to) {
     if (in_lines(step, to)) return run(step, from, to, Lines{step.unit});
     switch (step.unit) {
-        case 2: return run(step, from, to, Units<uint16_t>{});
-        case 4: return run(step, from, to, Units<uint32_t>{});
+        case 2: return convert<uint16_t, uint16_t, same>(step, from, to);
+        case 4: return copy_words(step, from, to);
         case 8: return run(step, from, to, Units<uint64_t>{});
         case 16: return run(step, from, to, Units<Bytes<16>>{});
         case 32: return run(step, from, to, Units<Bytes<32>>{});
@@ -167,8 +263,8 @@ __attribute__((visibility("default"))) int64_t kvt_relay(const void* steps, int6
         if (from == nullptr || to == nullptr) continue;
         from += step->source_start, to += step->target_start;
         switch (step->kind) {
-            case NARROW: run(*step, from, to, Converted<uint32_t, uint16_t, narrow>{}); break;
-            case WIDEN: run(*step, from, to, Converted<uint16_t, uint32_t, widen>{}); break;
+            case NARROW: convert<uint32_t, uint16_t, narrow>(*step, from, to); break;
+            case WIDEN: convert<uint16_t, uint32_t, widen>(*step, from, to); break;
             default: copy(*step, from, to);
         }
         done++;

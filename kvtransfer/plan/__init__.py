@@ -2,13 +2,14 @@
 the router: no torch, no numpy.
 
 What lives here: `pairing` (which workers fit), `order` and `layout` (what a page looks like, as data),
-`relayout` (the plan of copies), `prove` (that a plan is right; it alone needs numpy, so import it by name).
-What does not: choosing workers by load (`router.policy`), moving bytes (`kvtransfer.mover`,
-`kvtransfer.relay`).
+`record` (the same as text), `relayout` (the plan of copies), `prove` (that a plan is right; it alone needs
+numpy, so import it by name). What does not: choosing workers by load (`router.policy`), moving bytes
+(`kvtransfer.mover`, `kvtransfer.relay`).
 """
 
 from kvtransfer.plan.layout import FULL, LayerKind, ReplicaLayout
 from kvtransfer.plan.pairing import SAME_HOST_ONLY, Mixing, common_transport, pairing_problem
+from kvtransfer.plan.record import layout_text, parse_layout
 from kvtransfer.plan.relayout import RelayoutPlan, bridge_problem, compile_plan
 
 __all__ = (
@@ -21,5 +22,7 @@ __all__ = (
     "bridge_problem",
     "common_transport",
     "compile_plan",
+    "layout_text",
     "pairing_problem",
+    "parse_layout",
 )

@@ -148,8 +148,8 @@ def test_wrong_pages_are_refused_before_a_byte_moves(executor: type[NativeRelayo
     target = views(got, ((0, 0),))
     for changed, words in (
         ({"num_tokens": 16}, "does not read"),
-        ({"target_pages": {}}, "lacks target"),
-        ({"target_pages": {(1, 0): target[0, 0]}}, "does not write"),
+        ({"target_pages": {}}, "lacks a target"),
+        ({"target_pages": {**target, (1, 0): target[0, 0]}}, "does not write"),
         ({"source_pages": {(0, 0): sources[0, 0][:-1]}}, "bytes, not"),
     ):
         with pytest.raises(InternalError, match=words):
