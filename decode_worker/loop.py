@@ -249,6 +249,11 @@ class DecodeRole:
             out += self._renew(now)
         return out + self._pulls.tick(now)
 
+    def rest(self) -> bool:
+        """Offers pages of requests that began to run to the prefix cache."""
+        self._sequences.rest()
+        return False
+
     # -- inside -----------------------------------------------------------------------------------------
 
     def _take(self, call: Reserve, old: Entry | None, facts: ticket.TicketFacts, now: float) -> list[Effect]:

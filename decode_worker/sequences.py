@@ -35,16 +35,27 @@ class Sequences:
         self._ctx = ctx
         self._pages = pages
         self._scheduler = scheduler
+        self._put_off: list[tuple[Entry, int]] = []
 
     def go_on(self, entry: Entry, finish: Finish) -> None:
         """Every prompt page is verified: publishes the full ones, and decodes from the token after the first
         unless that one ended the request."""
         shared = len(entry.held.full_keys)
-        self._publish(entry, shared)
         tokens = entry.call.token_ids
-        if finish.finish is None:
-            known = (*tokens, finish.token_id)
-            self._scheduler.submit(self._spec(entry, known, num_computed=len(tokens), num_shared=shared))
+        if finish.finish is not None:
+            self._publish(entry, shared)
+            return
+        known = (*tokens, finish.token_id)
+        self._scheduler.submit(self._spec(entry, known, num_computed=len(tokens), num_shared=shared))
+        self._put_off.append((entry, shared))  # its next token is waited for, the cache is not
+
+    def rest(self) -> None:
+        """Publishes what `go_on` did not, if its sequence still has these pages."""
+        for entry, shared in self._put_off:
+            pages = self._scheduler.pages_of(seq_id_of(entry.session.key))
+            if pages[:shared] == entry.held.pages[:shared]:
+                self._publish(entry, shared)
+        self._put_off.clear()
 
     def prefill(self, entry: Entry, verified_pages: int) -> None:
         """Computes the prompt here, after its first `verified_pages` pages."""

@@ -18,12 +18,14 @@ from pdserve.kvcache.layout import PageLayout
 from pdserve.kvcache.manager import PageManager
 from pdserve.kvcache.pool import KVPool
 from pdserve.rpc.server import RpcServer
+from pdserve.sched.plan import StepPlan, StepResult
 from pdserve.sched.scheduler import StepScheduler
 from pdserve.tls import TlsSource
 from pdserve.types import PeerRef
 
 E = TypeVar("E", bound=Effect)
 Input = Callable[[float], list[Effect]]
+AfterStep = Callable[[StepPlan, StepResult], Input]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,11 @@ class WorkerPort(Protocol):
 
     def on(self, effect: type[E], handler: Callable[[E], None]) -> None:
         """Names the one handler of an effect type. Handlers must not block and must not call feed."""
+        ...
+
+    def after_step(self, hook: AfterStep) -> None:
+        """Calls hook on the compute thread after each step, before anybody hears of it: its time is the next
+        step's. What it returns is an input right before the step's result."""
         ...
 
 

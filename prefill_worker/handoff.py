@@ -11,11 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvtransfer.digest import page_digest
 from kvtransfer.effects import ComputeDigest, Effect
-from kvtransfer.port import WorkerPort
+from kvtransfer.port import Input, WorkerPort
 from kvtransfer.transport import PageServer, PoolFacts, ServerConfig, transport
 from kvtransfer.verdict import is_stale
 from pdserve import failpoints
 from pdserve.kvcache.allocator import Holder, HolderKind
+from pdserve.kvcache.layout import pages_for
+from pdserve.sched.plan import SeqStep, StepPlan, StepResult
 from pdserve.types import Key
 from prefill_worker.loop import PrefillRole
 
@@ -87,17 +89,37 @@ class Handoff:
         ]
 
     def _digest(self, effect: ComputeDigest) -> bytes:
+        return self._digest_page(effect.page.page, effect.index, effect.valid_rows)
+
+    def _digest_page(self, page: int, index: int, valid_rows: int) -> bytes:
         failpoints.stall("announce")
         parts = self._port.parts
         return page_digest(
-            parts.pool.page_view(effect.page.page),
+            parts.pool.page_view(page),
             layout=self.facts.layout,
             layer_first=0,
             layer_last=parts.layout.num_layers - 1,
             shard=0,
-            index=effect.index,
-            valid_rows=effect.valid_rows,
+            index=index,
+            valid_rows=valid_rows,
         )
+
+    # -- compute thread ---------------------------------------------------------------------------------
+
+    def after_step(self, plan: StepPlan, result: StepResult) -> Input:
+        """Digests what a prompt's last step wrote, where it was written: its request waits for nothing else
+        any more, and a way to another thread and back takes longer than these few pages."""
+        last = [step for step in plan.seqs if self._role.owns(step.seq_id) and step.seq_id in result.tokens]
+        found = [each for step in last for each in self._digest_rows(step)]
+        return lambda now: self._role.computed(found)
+
+    def _digest_rows(self, step: SeqStep) -> list[tuple[int, int, bytes]]:
+        """(page, its index, digest) of the pages that the step's rows lie in."""
+        size, end = self._port.parts.layout.page_size, step.start + len(step.token_ids)
+        return [
+            (page := step.pages[index], index, self._digest_page(page, index, min(size, end - index * size)))
+            for index in range(step.start // size, pages_for(end, size))
+        ]
 
     # -- PageSource: any thread -------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ class Holds:
     def __init__(self, pages: PageManager) -> None:
         self._pages = pages
         self._digests = PageDigests()
+        self._put_off: list[Holder] = []
 
     def sealed(self, entry: Entry, event: PageReady) -> table.Sealed:
         """The page as the session knows it, with its first digest if it comes from the cache."""
@@ -50,6 +51,17 @@ class Holds:
     def drop(self, key: Key, page: PageName) -> None:
         """Decode has it, or the transfer is over."""
         self._pages.drop(page.page, _transfer(key))
+
+    def put_off(self, seq_id: str) -> None:
+        """A sequence's own hold on its pages goes at `rest` only: messages come first."""
+        self._put_off.append(Holder(HolderKind.REQUEST, seq_id))
+
+    def rest(self) -> bool:
+        """Drops what was put off; whether there was anything."""
+        holders, self._put_off = self._put_off, []
+        for holder in holders:
+            self._pages.drop_all(holder)
+        return bool(holders)
 
     def digested(self, index: int, page: PageName, digest: bytes) -> bool:
         """Records a digest. False: the page went on to somebody else while it was read."""

@@ -6,6 +6,8 @@ page. What does not: the state table (`kvtransfer.session.prefill`), sockets, te
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvtransfer import ticket
 from kvtransfer.effects import AnswerPrefill, Count, Effect
 from kvtransfer.session import prefill_events as table
@@ -18,7 +20,6 @@ from kvtransfer.session.guard import (
     check_grant,
 )
 from kvtransfer.session.prefill import PrefillSession
-from pdserve.kvcache.allocator import Holder, HolderKind
 from pdserve.kvcache.manager import PageManager
 from pdserve.kvcache.prefix import page_keys
 from pdserve.messages import (
@@ -68,8 +69,6 @@ class PrefillRole:
         self.stones = Tombstones()
         self._holds = Holds(pages)
         self.draining = False
-
-    # -- questions --------------------------------------------------------------------------------------
 
     @property
     def num_live(self) -> int:
@@ -205,6 +204,12 @@ class PrefillRole:
             return []
         return self._run(entry, table.Digested(index=index, page=page, digest=digest), now)
 
+    def computed(self, digests: Sequence[tuple[int, int, bytes]]) -> list[Effect]:
+        """(page, its index, digest) of pages that the step now ending filled, before it is told of."""
+        for page, index, digest in digests:
+            self._holds.digested(index, self._pages.name(page), digest)
+        return []
+
     def pool_shrunk(self, now: float) -> list[Effect]:
         """Pages went into quarantine: prompts that the pool can not hold any more are computed elsewhere."""
         stop = table.Stop(outcome=Outcome.NEVER_STARTED, detail="the prompt does not fit here any more")
@@ -216,6 +221,10 @@ class PrefillRole:
         self.stones.expire(now)
         due = [e for e in self._entries.values() if e.session.next_timer() <= now]
         return [effect for entry in due for effect in self._run(entry, table.Tick(), now)]
+
+    def rest(self) -> bool:
+        """Drops the pages of prompts whose last messages are out."""
+        return self._holds.rest()
 
     # -- inside -----------------------------------------------------------------------------------------
 
@@ -340,7 +349,7 @@ class PrefillRole:
             case table.PDrop():
                 self._holds.drop(key, effect.page)
             case table.PDropRequest():
-                self._pages.drop_all(Holder(HolderKind.REQUEST, _seq_id(key)))
+                self._holds.put_off(_seq_id(key))
             case table.PStopCompute():
                 if not self._scheduler.has(_seq_id(key)) or self._scheduler.cancel(_seq_id(key)):
                     entry.todo.append(table.ComputeQuiet())

@@ -43,6 +43,7 @@ class PrefillDriver(
         port.on(AnswerPrefill, self._answer)
         port.on(ToDecoder, self._send)
         port.on(ComputeDigest, self._handoff.digest)
+        port.after_step(self._handoff.after_step)
 
     def services(self, server: RpcServer) -> tuple[str, ...]:
         """Adds PrefillService and TransferService."""

@@ -73,6 +73,10 @@ class Role(Protocol):
         """When tick is due next; infinity if never."""
         ...
 
+    def rest(self) -> bool:
+        """Does what it put off; see WorkerCore. Whether pages became available by it."""
+        ...
+
 
 class WorkerCore:
     """The roles of one worker on one pool and one scheduler."""
@@ -219,6 +223,12 @@ class WorkerCore:
         if self.retired or self._over(now):
             return self._gap_found()
         return self.settle([effect for role in self._roles for effect in role.tick(now)], now)
+
+    def rest(self, now: float) -> list[Effect]:
+        """Call it when the effects of an input are carried out, before the next input: bookkeeping that was
+        put off, so that steps begin and messages leave first."""
+        more = [role.rest() for role in self._roles]  # of all roles
+        return self.settle([], now) if any(more) else []
 
     def next_timer(self) -> float:
         """When tick is due next; infinity if never. Often enough that idleness is no gap."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from kvtransfer.effects import Count, Effect, Retire, RunStep, SetGenerations
-from kvtransfer.port import Input, WorkerParts
+from kvtransfer.port import AfterStep, Input, WorkerParts
 from pdserve import failpoints
 from pdserve.sched.plan import StepPlan, StepResult
 from pdserve.worker.core import WorkerCore
@@ -58,6 +58,7 @@ class Driver:
         self._on_fatal = on_fatal
         self._on_retire = on_retire
         self._handlers: dict[type[Any], Callable[[Any], None]] = {}
+        self._after_step: list[AfterStep] = []
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
         self._changed = asyncio.Event()
@@ -73,6 +74,10 @@ class Driver:
         if effect in self._handlers:
             raise ValueError(f"{effect.__name__} has a handler")
         self._handlers[effect] = handler
+
+    def after_step(self, hook: AfterStep) -> None:
+        """See WorkerPort."""
+        self._after_step.append(hook)
 
     def feed(self, make: Input) -> None:
         """Runs an input of the core now and carries its effects out."""
@@ -105,13 +110,16 @@ class Driver:
             await self._changed.wait()
 
     def _apply(self, make: Input) -> None:
+        assert self.core is not None
         now = self.loop.time()
         try:
             with self.lock:
                 self.parts.pages.touch_time(now)
                 effects = make(now)
-            for effect in effects:
-                self._handlers[type(effect)](effect)
+            self._carry_out(effects)
+            with self.lock:
+                effects = self.core.rest(now)
+            self._carry_out(effects)
         except Exception as error:
             # The core's state can not be trusted any more: this incarnation ends (S1 before L1).
             log.critical("the worker's core failed", exc_info=error)
@@ -119,6 +127,10 @@ class Driver:
             raise
         self._changed.set()
         self._arm(now)
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            self._handlers[type(effect)](effect)
 
     def _arm(self, now: float) -> None:
         assert self.core is not None
@@ -161,14 +173,15 @@ class Driver:
             failed = {seq.seq_id: "the computation failed" for seq in plan.seqs}
             result = StepResult(step_id=plan.step_id, tokens={}, failed=failed)
         result = replace(result, began_s=began, ended_s=self.loop.time())
+        found = [hook(plan, result) for hook in self._after_step]
         if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self._step_done, result)
+            self.loop.call_soon_threadsafe(self._step_done, result, found)
 
-    def _step_done(self, result: StepResult) -> None:
+    def _step_done(self, result: StepResult, found: list[Input]) -> None:
         assert self.core is not None
         core = self.core
         self.last_step_at = self.loop.time()
-        self._apply(lambda now: core.step_done(result, now))
+        self._apply(lambda now: [e for make in found for e in make(now)] + core.step_done(result, now))
 
     def _set_generations(self, effect: SetGenerations) -> None:
         for page, generation in effect.updates:

@@ -27,11 +27,12 @@ from pdserve.worker.machine import machine_id
 Progress = Callable[[str], None]
 LEAST_GAP_S = 5.0
 """A silence of our own shorter than this is a busy machine, however short the lease."""
-TAIL_SHARE = 4
+TAIL_SHARE = 16
 """The last of a prompt's chunks for another worker is this part of a usual one; the one before it is longer.
 A step more would read the weights once more (4 % of a usual chunk's time here)."""
-GIL_SWITCH_S = 0.0005
-"""How long the compute thread may keep the interpreter from the control thread (default 5 ms)."""
+GIL_SWITCH_S = 0.0001
+"""How long one thread may keep the interpreter from another that waits for it (default 5 ms): a step begins
+while the control thread still sends what led to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

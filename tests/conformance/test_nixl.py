@@ -181,8 +181,9 @@ def test_pages_queued_together_travel_together(host: Host, tmp_path: Path) -> No
         host.serving("nixl", tmp_path / "s") as server,
         closing(transport("nixl").reader(host.reader_config(server))) as reader,
     ):
-        for slot in range(NUM_PAGES):
-            destination.read(reader, slot)
+        with destination.changed:  # the end of the first read waits here, and its thread with it
+            for slot in range(NUM_PAGES):
+                destination.read(reader, slot)
         destination.wait(NUM_PAGES)
         destination.check_good(range(NUM_PAGES))
         assert reader.counters()["transfers"] < NUM_PAGES / 4

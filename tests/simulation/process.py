@@ -20,7 +20,7 @@ from pdserve.kvcache.layout import pages_for
 from pdserve.kvcache.manager import PageManager
 from pdserve.messages import Envelope
 from pdserve.sched.config import SchedConfig
-from pdserve.sched.plan import StepPlan
+from pdserve.sched.plan import StepPlan, StepResult
 from pdserve.sched.scheduler import StepScheduler
 from pdserve.types import Role, WorkerLoad
 from pdserve.worker.core import WorkerCore
@@ -168,6 +168,10 @@ class Process:
         self.fleet.judge.settled(self)
         for effect in effects:
             self._do(effect)
+        with self.fleet.judge.engine(self):
+            effects = self.core.rest(now)
+        for effect in effects:
+            self._do(effect)
         self.fleet.judge.after_input(self)
         self._arm(now)
 
@@ -243,15 +247,30 @@ class Process:
 
     def _write(self, plan: StepPlan, rest: float) -> None:
         result = self.compute.execute(plan)
-        self.later(rest, lambda: self.apply(lambda now: self.core.step_done(result, now)))
+        self.later(rest, lambda: self._step_done(plan, result))
+
+    def _step_done(self, plan: StepPlan, result: StepResult) -> None:
+        """With the digests of what a prompt's last step wrote, as `prefill_worker.handoff` makes them."""
+        size, owns = self.context.page_size, self.prefill.owns
+        found: list[tuple[int, int, bytes]] = []
+        for step in plan.seqs:
+            first, end = step.start // size, step.start + len(step.token_ids)
+            if owns(step.seq_id) and step.seq_id in result.tokens:
+                for index in range(first, pages_for(end, size)):
+                    rows = min(size, end - index * size)
+                    found.append((step.pages[index], index, self._digest_of(step.pages[index], index, rows)))
+        self.apply(lambda now: self.prefill.computed(found) + self.core.step_done(result, now))
 
     def _digest_time(self) -> float:
         return self.world.rng.uniform(0.0001, 0.005) * self.world.pace + self.slow.get("digest", 0.0)
 
     def _digest(self, effect: fx.ComputeDigest) -> None:
-        place, num_ranks = (effect.page.page, effect.index, effect.valid_rows), self.context.num_ranks
-        digest = b"".join(self.memory.digest(*place, rank, num_ranks) for rank in range(num_ranks))
+        digest = self._digest_of(effect.page.page, effect.index, effect.valid_rows)
         self.feed(lambda now: self.prefill.digested(effect.key, effect.index, effect.page, digest, now))
+
+    def _digest_of(self, page: int, index: int, valid_rows: int) -> bytes:
+        ranks = self.context.num_ranks
+        return b"".join(self.memory.digest(page, index, valid_rows, rank, ranks) for rank in range(ranks))
 
     def read_duration(self, effect: fx.StartRead) -> float:
         rng, bias = self.world.rng, self.world.bias

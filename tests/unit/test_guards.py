@@ -157,6 +157,7 @@ def test_guard_3_a_superseded_key_that_still_computes_is_not_taken_up_again() ->
     assert outcome_of(prefill.said(grant(0)), "Abort") == [Outcome.SUPERSEDED]
     assert [e.session.state for e in prefill.role._entries.values()] == [PState.CLOSING]
     prefill.core.step_done(StepResult(step_id=step.plan.step_id, tokens={}), 0.0)
+    prefill.core.rest(0.0)
     assert prefill.core.idle
 
 
