@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pdserve.config.fields import setting
 from pdserve.config.tls import tls_files
-from pdserve.config.worker import DTYPES, KV_MIXING, TRANSPORTS, WorkerConfig
+from pdserve.config.worker import DTYPES, KV_MIXING, MAX_TP, NO_HANDOVER, TRANSPORTS, WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.types import Role
 
@@ -33,6 +33,15 @@ class ServeConfig:
     aggregated: int = setting(
         0, help="Workers that do both phases themselves (the baseline).", unit="workers", minimum=0
     )
+    prefill_tp: int = setting(
+        1, help="Tensor-parallel ranks of each prefill worker.", unit="ranks", minimum=1, maximum=MAX_TP
+    )
+    decode_tp: int = setting(
+        1, help="Tensor-parallel ranks of each decode worker.", unit="ranks", minimum=1, maximum=MAX_TP
+    )
+    aggregated_tp: int = setting(
+        1, help="Tensor-parallel ranks of each aggregated worker.", unit="ranks", minimum=1, maximum=MAX_TP
+    )
     dtype: str = setting("bfloat16", help="Number type of weights, activations and KV pages.", choices=DTYPES)
     deterministic: bool = setting(
         False, help="Results do not depend on what runs beside a request, bit for bit (slower)."
@@ -49,7 +58,9 @@ class ServeConfig:
         help="How KV pages move: shm (tcp between machines), tcp, or nixl (needs the extra nixl).",
         choices=TRANSPORTS,
     )
-    kv_memory: int = setting(2**30, help="Memory of each worker's page pool.", unit="bytes", minimum=2**20)
+    kv_memory: int = setting(
+        2**30, help="Memory of each worker's page pool, over its ranks.", unit="bytes", minimum=2**20
+    )
     prefill_chunk_tokens: int = setting(
         512, help="Prompt tokens computed at once for one request.", unit="tokens", minimum=1
     )
@@ -67,7 +78,10 @@ class ServeConfig:
         "strict", help="Whether pages computed by other numerics may be used.", choices=KV_MIXING
     )
     threads: int | None = setting(
-        None, help="Compute threads of each worker. Auto: the CPUs we may use.", unit="threads", minimum=1
+        None,
+        help="Compute threads of each worker, over its ranks. Auto: the CPUs we may use.",
+        unit="threads",
+        minimum=1,
     )
     prefill_nice: int = setting(
         10,
@@ -135,6 +149,9 @@ class ServeConfig:
             raise ConfigError("prefill: prefill and decode workers need each other; give both or neither")
         if not (self.prefill or self.aggregated):
             raise ConfigError("aggregated: no workers at all; give prefill and decode, or aggregated")
+        for name in ("prefill_tp", "decode_tp"):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"{name}: {NO_HANDOVER}")
         if not (self.insecure or self.tls_ca or is_loopback(self.host)):
             raise ConfigError(
                 "host: an address beyond loopback needs TLS: give --tls-ca, --tls-cert and --tls-key, "
@@ -149,6 +166,14 @@ class ServeConfig:
             Role.AGGREGATED: self.aggregated,
         }
         return {role: count for role, count in counts.items() if count}
+
+    def ranks(self, role: Role) -> int:
+        """Tensor-parallel ranks of each worker of a role."""
+        return {
+            Role.PREFILL: self.prefill_tp,
+            Role.DECODE: self.decode_tp,
+            Role.AGGREGATED: self.aggregated_tp,
+        }[role]
 
     def worker(self, role: Role, *, secret: str, routers: tuple[str, ...], run_dir: str) -> WorkerConfig:
         """The configuration all workers of a role share; the fleet gives each its own worker_id."""
@@ -177,6 +202,7 @@ class ServeConfig:
             routers=routers,
             run_dir=run_dir,
             threads=self.threads or 1,
+            tp=self.ranks(role),
             nice=self.prefill_nice if role is Role.PREFILL else 0,
             decode_pace_s=self.decode_pace_s,
             lease_s=self.lease_s,

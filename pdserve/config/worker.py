@@ -14,6 +14,11 @@ from pdserve.types import Role
 DTYPES = ("float32", "bfloat16")
 TRANSPORTS = ("shm", "tcp", "nixl")
 KV_MIXING = ("strict", "relaxed")
+MAX_TP = 64
+NO_HANDOVER = (
+    "pages can not be handed over between workers of several ranks yet; "
+    "use 1, or aggregated workers with aggregated_tp"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +71,13 @@ class WorkerConfig:
     routers: tuple[str, ...] = setting((), help="host:port of each router's internal listener.")
     run_dir: str = setting("", help="Private directory for Unix sockets; empty: a new temporary one.")
     threads: int = setting(1, help="Compute threads (OMP_NUM_THREADS).", unit="threads", minimum=1)
+    tp: int = setting(
+        1,
+        help="Tensor-parallel ranks of the worker: processes of one machine that share its threads.",
+        unit="ranks",
+        minimum=1,
+        maximum=MAX_TP,
+    )
     nice: int = setting(0, help="Added to the process's nice value at start.", minimum=0, maximum=19)
     decode_pace_s: float = setting(
         0.1,
@@ -81,6 +93,8 @@ class WorkerConfig:
         tls_files(self)
         if self.token_budget < self.prefill_chunk_tokens:
             raise ConfigError("token_budget: must be at least prefill_chunk_tokens")
+        if self.tp > 1 and self.role is not Role.AGGREGATED:
+            raise ConfigError(f"tp: {NO_HANDOVER}")
         if not self.transports:
             raise ConfigError("transports: name at least one")
 

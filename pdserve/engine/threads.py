@@ -18,8 +18,3 @@ def thread_count() -> int:
 def apply_thread_count(threads: int | None = None) -> None:
     """Sets the thread count of the whole process, by default `thread_count()`. No result depends on it."""
     set_num_threads(threads or thread_count())
-
-
-def share_of_threads(threads: int, size: int, rank: int) -> int:
-    """Threads of one of `size` ranks that share `threads`: the first ones have one more; each has one."""
-    return max(1, threads // size + (rank < threads % size))

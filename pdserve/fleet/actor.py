@@ -20,6 +20,8 @@ from typing import Any, Protocol, TypeVar
 from pdserve.config import WorkerConfig
 from pdserve.config.serve import NODE_HOST
 from pdserve.errors import InternalError, PdserveError
+from pdserve.fleet.nice import raise_nice
+from pdserve.fleet.rank_actor import launch_rank
 from pdserve.garbage import keep_what_is_loaded
 from pdserve.types import WorkerRecord
 
@@ -144,22 +146,15 @@ def load_host(
     on_retire: Callable[[str], None],
 ) -> Host:
     """Makes the host named "module:Class". progress: takes a few words on what its start is busy with.
-    on_retire: called once, from any thread, when the worker's incarnation is over."""
+    on_retire: called once, from any thread, when the worker's incarnation is over. A worker of several ranks
+    gets a way to start the others."""
     module, _, name = worker_host.partition(":")
     progress("loading libraries")
+    ranks = {"launch": launch_rank} if config.tp > 1 else {}
     host: Host = getattr(importlib.import_module(module), name)(
-        config, progress=progress, on_retire=on_retire
+        config, progress=progress, on_retire=on_retire, **ranks
     )
     return host
-
-
-def raise_nice(by: int) -> None:
-    """Adds to the nice value of every thread; Linux keeps it by thread, and later ones inherit it."""
-    if not by:
-        return
-    for thread in os.listdir("/proc/self/task"):
-        current = os.getpriority(os.PRIO_PROCESS, int(thread))
-        os.setpriority(os.PRIO_PROCESS, int(thread), current + by)
 
 
 def _node_address() -> str:

@@ -224,7 +224,7 @@ async def _result(ref: Any) -> Any:
 def _create(config: WorkerConfig, spec: FleetSpec) -> Any:
     import ray
 
-    options = actor_options(config, ensure_group(config.worker_id, spec.resource_share))
+    options = actor_options(config, ensure_group(config.worker_id, spec.resource_share, config.tp))
     return ray.remote(WorkerActor).options(**options).remote(config.to_json(), spec.worker_host)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from pdserve.config import WorkerConfig
 from pdserve.fleet.spec import RESOURCE_SHARE, WORKER_RESOURCE, actor_name, group_name
+from pdserve.parallel.shards import thread_share
 
 CALLS_AT_ONCE = 16
 """Methods of one worker actor that may be under way; they wait, they do not compute."""
@@ -18,15 +19,18 @@ def bundle(cluster_resources: dict[str, float], share: float) -> dict[str, float
     return {"CPU": RESOURCE_SHARE}
 
 
-def ensure_group(worker_id: str, share: float) -> Any:
-    """The worker's placement group: the one it had, or a new one. Outlives its creator."""
+def ensure_group(worker_id: str, share: float, num_ranks: int = 1) -> Any:
+    """The worker's placement group: the one it had, or a new one. Outlives its creator.
+
+    share: of the whole worker; each of its ranks has a bundle with a part of it, all on one node.
+    """
     import ray
 
     try:
         return ray.util.get_placement_group(group_name(worker_id))
     except ValueError:
         return ray.util.placement_group(
-            [bundle(ray.cluster_resources(), share)],
+            [bundle(ray.cluster_resources(), share / num_ranks)] * num_ranks,
             strategy="STRICT_PACK",
             name=group_name(worker_id),
             lifetime="detached",
@@ -44,21 +48,34 @@ def remove_group(worker_id: str) -> None:
 
 
 def actor_options(config: WorkerConfig, group: Any) -> dict[str, Any]:
-    """Options of a worker's actor. Threads and OpenMP's waiting are set before torch loads in the process."""
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    resources = {name: share for name, share in group.bundle_specs[0].items() if name != "CPU"}
+    """Options of a worker's actor, which is also its rank 0."""
     return {
         "name": actor_name(config.worker_id),
         "lifetime": "detached",
-        "num_cpus": 0,
-        "resources": resources,
-        "max_restarts": 0,
         "max_concurrency": CALLS_AT_ONCE,
+        **_place(config, group, 0),
+    }
+
+
+def rank_options(config: WorkerConfig, rank: int) -> dict[str, Any]:
+    """Options of the actor of another rank of the worker; it ends with the actor that makes it."""
+    import ray
+
+    return _place(config, ray.util.get_placement_group(group_name(config.worker_id)), rank)
+
+
+def _place(config: WorkerConfig, group: Any, rank: int) -> dict[str, Any]:
+    """A rank's bundle. Threads and OpenMP's waiting are set before torch loads in the process."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return {
+        "num_cpus": 0,
+        "resources": {name: share for name, share in group.bundle_specs[rank].items() if name != "CPU"},
+        "max_restarts": 0,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=0
+            placement_group=group, placement_group_bundle_index=rank
         ),
-        "runtime_env": {"env_vars": thread_variables(config.threads)},
+        "runtime_env": {"env_vars": thread_variables(thread_share(config.threads, config.tp, rank))},
     }
 
 

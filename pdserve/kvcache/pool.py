@@ -105,8 +105,11 @@ class KVPool(_Mapping):
         )
 
     @classmethod
-    def create(cls, layout: PageLayout, num_pages: int, pool_id: int) -> KVPool:
-        """A new zeroed pool, its pages not yet backed by memory. Raises InternalError if there is no room."""
+    def create(cls, layout: PageLayout, num_pages: int, pool_id: int, *, shared: bool = False) -> KVPool:
+        """A new zeroed pool, its pages not yet backed by memory. Raises InternalError if there is no room.
+
+        shared: one more process will write it (`adopt`): a rank's pool, which its leader fills.
+        """
         header = PoolHeader.of(layout, num_pages, pool_id)
         fd = _open_segment(header.total_bytes)
         try:
@@ -117,7 +120,24 @@ class KVPool(_Mapping):
         mapping[: len(header.pack())] = header.pack()
         with contextlib.suppress(OSError):  # a hint only
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        _seal(fd)
+        _fix_size(fd)
+        if not shared:
+            _close_to_writers(fd)
+        return cls(fd, mapping, header, layout)
+
+    @classmethod
+    def adopt(cls, fd: int, layout: PageLayout, pool_id: int) -> KVPool:
+        """Another process's shared pool, to read and write here too; from now on to nobody else.
+
+        fd: becomes this pool's. Raises Incompatible if there is another thing behind it.
+        """
+        try:
+            header = _foreign_header(fd, layout.fingerprint(), pool_id)
+            mapping = mmap.mmap(fd, header.total_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise Incompatible("the rank's page pool can not be mapped") from error
+        _close_to_writers(fd)
         return cls(fd, mapping, header, layout)
 
     def pages_view(self) -> memoryview:
@@ -167,14 +187,18 @@ class RemotePool(_Mapping):
 
         fingerprint, pool_id: what the peer registered. Raises Incompatible for any other thing.
         """
-        size = _checked_size(fd)
         try:
-            fields = os.pread(fd, PAGE_ALIGN_BYTES, 0)
-            header = PoolHeader.parse(fields, fingerprint=fingerprint, pool_id=pool_id, size_bytes=size)
+            header = _foreign_header(fd, fingerprint, pool_id)
             mapping = mmap.mmap(fd, header.total_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise Incompatible("the peer's page pool can not be mapped") from error
         return cls(mapping, header)
+
+
+def _foreign_header(fd: int, fingerprint: str, pool_id: int) -> PoolHeader:
+    size = _checked_size(fd)
+    fields = os.pread(fd, PAGE_ALIGN_BYTES, 0)
+    return PoolHeader.parse(fields, fingerprint=fingerprint, pool_id=pool_id, size_bytes=size)
 
 
 def _open_segment(size_bytes: int) -> int:
@@ -212,10 +236,15 @@ def _no_room() -> InternalError:
     return InternalError("there is no room for the KV pool in shared memory; give it less memory")
 
 
-def _seal(fd: int) -> None:
-    """Fixes the size, so that no reader meets SIGBUS, and lets nobody map it writable from now on."""
+def _fix_size(fd: int) -> None:
+    """So that no reader meets SIGBUS."""
     with contextlib.suppress(OSError):  # a plain file has no seals
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+
+
+def _close_to_writers(fd: int) -> None:
+    """Lets nobody map it writable from now on."""
+    with contextlib.suppress(OSError):
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
 
 

@@ -92,6 +92,11 @@ def shards(shape: Shape, size: int) -> tuple[Shard, ...]:
     )
 
 
+def thread_share(threads: int, size: int, rank: int) -> int:
+    """Compute threads of one of `size` ranks that share `threads`: the first have one more, each has one."""
+    return max(1, threads // size + (rank < threads % size))
+
+
 def _heads(num_heads: int, num_kv_heads: int, size: int) -> list[tuple[range, range]]:
     """(query heads, KV heads) by rank."""
     group = num_heads // num_kv_heads

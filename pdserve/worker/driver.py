@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 from kvtransfer.effects import Count, Effect, Retire, RunStep, SetGenerations
 from kvtransfer.port import AfterStep, Input, WorkerParts
 from pdserve import failpoints
+from pdserve.errors import WorkerLost
 from pdserve.sched.plan import StepPlan, StepResult
 from pdserve.worker.core import WorkerCore
 
@@ -168,6 +169,8 @@ class Driver:
         failpoints.stall("compute" if has_chunk(plan) else "first_step")
         try:
             result = self._runner.execute(plan)
+        except WorkerLost:
+            return  # the replica is over, and so is this process: nothing is known of the step
         except Exception as error:
             log.error("a step failed", exc_info=error)
             failed = {seq.seq_id: "the computation failed" for seq in plan.seqs}

@@ -20,6 +20,8 @@ from pdserve.kvcache.manager import PageManager
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.loaded import LoadedModel
 from pdserve.models.loader import load_model
+from pdserve.ranks.config import Launch
+from pdserve.ranks.replica import Replica
 from pdserve.sched.scheduler import SchedConfig, StepScheduler
 from pdserve.types import CapabilityRecord, ModelLimits, Role
 from pdserve.worker.machine import machine_id
@@ -36,14 +38,24 @@ while the control thread still sends what led to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankOptions:
+    """How the other ranks of a worker are started, and who hears of it when the replica is over."""
+
+    launch: Launch
+    on_lost: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """A worker's engine, ready to run. limits: the model's, with a context that the pool can hold."""
+    """A worker's engine, ready to run. limits: the model's, with a context that the pool can hold. replica:
+    the other ranks, if there are any."""
 
     config: WorkerConfig
     model: LoadedModel
     limits: ModelLimits
     runner: ModelRunner
     parts: WorkerParts
+    replica: Replica | None = None
 
     def capability(self) -> CapabilityRecord:
         """What this worker can exchange with others."""
@@ -59,32 +71,46 @@ class Engine:
             transports=self.parts.transports,
         )
 
+    def close(self) -> None:
+        """Ends the other ranks and gives the pool back; when no step runs and nobody moves pages."""
+        if self.replica is not None:
+            self.replica.close()
+        self.parts.pool.close()
 
-def build_engine(config: WorkerConfig, run_dir: str, progress: Progress) -> Engine:
-    """Loads the model, makes the pool and warms up. Compute thread. Raises ModelError or ConfigError."""
+
+def build_engine(config: WorkerConfig, run_dir: str, progress: Progress, ranks: RankOptions) -> Engine:
+    """Loads the model, makes the pool and warms up. Compute thread. Raises ModelError, ConfigError, or
+    WorkerLost when another rank of the worker ends meanwhile."""
     sys.setswitchinterval(GIL_SWITCH_S)
+    if config.tp == 1:
+        return _build(config, run_dir, progress, None)
+    replica = Replica.launch(config, run_dir, ranks.launch, ranks.on_lost)
+    try:
+        return _build(config, run_dir, progress, replica)
+    except BaseException:
+        replica.close()
+        raise
+
+
+def _build(config: WorkerConfig, run_dir: str, progress: Progress, replica: Replica | None) -> Engine:
     tls = config.tls_source()
     if tls is not None:
         tls.check_serves(config.host)
     progress("loading the model")
     model = load_model(config.model, config.dtype)
-    layout = page_layout(model.config, page_size=config.page_size, dtype=config.dtype)
-    num_pages = config.num_pages or config.kv_memory_bytes // layout.stride_bytes
-    if num_pages < 2:
-        raise ConfigError("kv_memory: too small for two KV pages of this model; give more memory")
-    limits = _limits(model, num_pages * config.page_size)
-    pool = KVPool.create(layout, num_pages, secrets.randbits(64))
-    pool.prefault()  # else the first use of each page pays for it, within somebody's TTFT
     progress("building the model")
-    runner = ModelRunner(model, pool, deterministic=config.deterministic)
+    runner, pool = _runner(config, model) if replica is None else replica.start(model, secrets.randbits(64))
+    limits = _limits(model, pool.num_pages * config.page_size)
     model = model.without_weights()  # the runner has packed copies of its own
     progress("warming up")
     chunk = min(config.prefill_chunk_tokens, limits.max_context)
     runner.warmup(chunk_tokens=chunk, max_num_seqs=min(8, config.max_num_seqs))
-    pages = PageManager(num_pages, pool.pool_id)
+    if replica is not None:
+        replica.serve()
+    pages = PageManager(pool.num_pages, pool.pool_id)
     parts = WorkerParts(
         context=_context(config, model, runner, limits),
-        layout=layout,
+        layout=pool.layout,
         pool=pool,
         pages=pages,
         scheduler=StepScheduler(_sched_config(config, model, runner), pages),
@@ -94,7 +120,18 @@ def build_engine(config: WorkerConfig, run_dir: str, progress: Progress) -> Engi
         run_dir=run_dir,
         tls=tls,
     )
-    return Engine(config=config, model=model, limits=limits, runner=runner, parts=parts)
+    return Engine(config=config, model=model, limits=limits, runner=runner, parts=parts, replica=replica)
+
+
+def _runner(config: WorkerConfig, model: LoadedModel) -> tuple[ModelRunner, KVPool]:
+    """The runner of a worker without other ranks, and its pool."""
+    layout = page_layout(model.config, page_size=config.page_size, dtype=config.dtype)
+    num_pages = config.num_pages or config.kv_memory_bytes // layout.stride_bytes
+    if num_pages < 2:
+        raise ConfigError("kv_memory: too small for two KV pages of this model; give more memory")
+    pool = KVPool.create(layout, num_pages, secrets.randbits(64))
+    pool.prefault()  # else the first use of each page pays for it, within somebody's TTFT
+    return ModelRunner(model, pool, deterministic=config.deterministic), pool
 
 
 def _limits(model: LoadedModel, pool_rows: int) -> ModelLimits:

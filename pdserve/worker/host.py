@@ -21,8 +21,10 @@ import torch
 from pdserve import clock, failpoints
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import InternalError
+from pdserve.ranks.children import launch_child
+from pdserve.ranks.config import Launch
 from pdserve.types import WorkerRecord
-from pdserve.worker.engine import Engine, build_engine
+from pdserve.worker.engine import Engine, RankOptions, build_engine
 from pdserve.worker.serving import Serving
 
 T = TypeVar("T")
@@ -63,9 +65,11 @@ class WorkerHost:
         progress: Callable[[str], None] = log.info,
         on_fatal: Callable[[BaseException], None] = _quit,
         on_retire: Callable[[str], None] = _retired,
+        launch: Launch = launch_child,
     ) -> None:
         """Starts nothing yet. on_fatal: called when the pure core failed; on_retire: when it declares this
-        incarnation over, with the reason. Both end the process by default.
+        incarnation over, or a rank is lost, with the reason. Both end the process by default. launch: starts
+        the other ranks, where there are any.
 
         Raises ConfigError if faults are asked for outside of tests.
         """
@@ -75,6 +79,7 @@ class WorkerHost:
         self._progress = progress
         self._on_fatal = on_fatal
         self._on_retire = on_retire
+        self._launch = launch
         self._own_dir = "" if config.run_dir else tempfile.mkdtemp(prefix=f"pdserve-{os.getpid()}-worker-")
         self._run_dir = config.run_dir or self._own_dir
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -91,8 +96,9 @@ class WorkerHost:
         if self._config.nice:
             os.nice(self._config.nice)
         try:
+            ranks = RankOptions(launch=self._launch, on_lost=self._on_retire)
             self._engine = self._compute.submit(
-                build_engine, self._config, self._run_dir, self._progress
+                build_engine, self._config, self._run_dir, self._progress, ranks
             ).result()
             self._control.start()
             self._serving = self._call(self._serve(self._engine))
@@ -120,7 +126,7 @@ class WorkerHost:
         if not self._loop.is_closed() and not self._control.is_alive():
             self._loop.close()
         if self._engine is not None:
-            self._engine.parts.pool.close()
+            self._engine.close()
             self._engine = None
         if self._own_dir:
             shutil.rmtree(self._own_dir, ignore_errors=True)

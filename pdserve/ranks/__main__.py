@@ -1,0 +1,26 @@
+"""One rank as a process without Ray: `python -m pdserve.ranks < config.json`, started by its leader."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from pdserve.errors import WorkerLost
+from pdserve.ranks.config import RankConfig
+from pdserve.ranks.member import EXIT_LOST, serve_rank
+
+
+def main() -> None:
+    """Ends the process with the rank's status, at once: torch's threads have nothing to finish."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        status = serve_rank(RankConfig.from_json(sys.stdin.read()))
+    except WorkerLost:
+        status = EXIT_LOST
+    logging.shutdown()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

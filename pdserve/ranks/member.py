@@ -1,0 +1,108 @@
+"""A rank's process: connects to its leader, loads its share of the model, computes one plan after the other.
+
+What lives here: that life, from the first connection to the last step. What does not: deciding anything, the
+fleet, gRPC. The process ends when its leader does, at once and however that happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import struct
+
+from pdserve.engine.numerics import numerics_id
+from pdserve.engine.runner import ModelRunner
+from pdserve.errors import InternalError, PdserveError, WorkerLost
+from pdserve.garbage import keep_what_is_loaded
+from pdserve.kvcache.pool import KVPool
+from pdserve.models.loader import load_model
+from pdserve.parallel.group import GroupConfig, open_group
+from pdserve.parallel.shards import thread_share
+from pdserve.ranks.beats import Beats
+from pdserve.ranks.config import RankConfig
+from pdserve.ranks.frames import Kind, receive, send
+from pdserve.ranks.plans import decode_plan
+from pdserve.ranks.pools import pages_within, rank_layouts
+
+log = logging.getLogger(__name__)
+
+EXIT_LOST = 75
+"""The status of a rank whose replica is over: nothing is wrong with it."""
+SERIAL = struct.Struct("<Q")
+
+
+def serve_rank(config: RankConfig) -> int:
+    """Serves until the leader says stop: 0; or until it can not: 1. A lost leader ends the process."""
+    work, life = _connect(config, "work"), _connect(config, "life")
+    beats = Beats({0: life}, _leader_lost)
+    beats.start()
+    try:
+        runner, pool = _load(config, work)
+        keep_what_is_loaded()
+        _compute(runner, work)
+        beats.close()
+        pool.close()
+    except WorkerLost as error:
+        log.warning("this rank ends: %s", error.message)
+        return EXIT_LOST
+    except PdserveError as error:
+        _fail(work, error)
+        return 1
+    except Exception:
+        log.exception("rank %d failed", config.rank)
+        _fail(work, InternalError("a rank failed; its log says why"))
+        return 1
+    return 0
+
+
+def _leader_lost(reason: str) -> None:
+    """Beats' thread. The compute thread may be deep in a collective that nobody will finish."""
+    logging.shutdown()
+    os._exit(EXIT_LOST)
+
+
+def _connect(config: RankConfig, channel: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(str(config.socket_path))
+    except OSError as error:
+        sock.close()
+        raise WorkerLost("the replica's leader is gone") from error
+    hello = {"rank": config.rank, "token": config.token, "channel": channel}
+    send(sock, Kind.HELLO, json.dumps(hello).encode())
+    return sock
+
+
+def _fail(work: socket.socket, error: PdserveError) -> None:
+    with contextlib.suppress(WorkerLost):
+        send(work, Kind.FAILED, json.dumps({"label": error.label, "message": error.message}).encode())
+
+
+def _load(config: RankConfig, work: socket.socket) -> tuple[ModelRunner, KVPool]:
+    """Loads, makes the pool, tells the leader, meets the others, builds."""
+    worker, rank = config.worker_config, config.rank
+    model = load_model(worker.model, worker.dtype)
+    layouts = rank_layouts(model.config, worker.tp, page_size=worker.page_size, dtype=worker.dtype)
+    num_pages = worker.num_pages or pages_within(layouts, worker.kv_memory_bytes)
+    pool = KVPool.create(layouts[rank], num_pages, secrets.randbits(64), shared=True)
+    pool.prefault()
+    numerics = numerics_id(dtype=worker.dtype, deterministic=worker.deterministic, ranks=worker.tp)
+    ready = {"model": model.digest, "numerics": numerics, "pool": pool.pool_id, "pages": num_pages}
+    send(work, Kind.READY, json.dumps(ready).encode(), fd=pool.fd)
+    group = open_group(GroupConfig(rank=rank, size=worker.tp, meeting=config.meeting))
+    threads = thread_share(worker.threads, worker.tp, rank)
+    runner = ModelRunner(model, pool, deterministic=worker.deterministic, group=group, threads=threads)
+    return runner, pool
+
+
+def _compute(runner: ModelRunner, work: socket.socket) -> None:
+    """Carries out plans in order until told to stop."""
+    while (frame := receive(work)).kind is Kind.PLAN:
+        runner.execute(decode_plan(frame.body[SERIAL.size :]))
+        send(work, Kind.DONE, frame.body[: SERIAL.size])
+    if frame.kind is not Kind.STOP:
+        raise WorkerLost("the replica's leader said something that a rank does not know")

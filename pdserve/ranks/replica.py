@@ -1,0 +1,211 @@
+"""A replica of several ranks, as its leader starts, watches and ends it.
+
+What lives here: the order of starting, and ending as a unit. What does not: processes' own ways (`children`,
+`pdserve.fleet.rank_actor`), steps (`runner`), a rank's life (`member`).
+
+    leader                                     rank r
+    launch all ranks                           connect: work, life
+    load the model                             load the model, make the pool
+    admit every rank                ◀── READY  (digest, numerics, the pool's descriptor)
+    ─────────────────── both meet in the process group, then build ───────────────────
+    warm up                         PLAN ──▶   compute, together
+                                    ◀── DONE
+    arm the beats                              (by the first beat that says so)
+
+One rank lost is the replica lost: the leader kills the others, stopped ones too, and says so once. Ranks
+notice a lost leader by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvtransfer.shm.server import private_directory
+from pdserve.config.worker import WorkerConfig
+from pdserve.engine.numerics import numerics_id
+from pdserve.errors import ConfigError, WorkerLost
+from pdserve.kvcache.layout import PageLayout
+from pdserve.kvcache.pool import KVPool
+from pdserve.models.loaded import LoadedModel
+from pdserve.parallel.group import TIMEOUT_S, GroupConfig, TorchGroup, open_group
+from pdserve.parallel.shards import thread_share
+from pdserve.ranks.beats import Beats
+from pdserve.ranks.config import Launch, RankConfig, RankProcess, meeting
+from pdserve.ranks.door import Door, Seat
+from pdserve.ranks.frames import Frame, Kind, receive, send
+from pdserve.ranks.pools import ReplicaPools, pages_within, rank_layouts
+from pdserve.ranks.runner import ParallelRunner, failure
+
+START_S = 280.0
+"""How long ranks may take until they have loaded; a fleet waits a little longer for the worker."""
+
+
+class Replica:
+    """The ranks behind one worker. `launch`, `start` and `close` belong to one thread."""
+
+    def __init__(
+        self, config: WorkerConfig, directory: Path, launch: Launch, on_lost: Callable[[str], None]
+    ) -> None:
+        self._config, self._directory = config, directory
+        self._notify = on_lost
+        self._lock = threading.Lock()
+        self._over = self._serves = False
+        self._seats: dict[int, Seat] = {}
+        self._beats: Beats | None = None
+        self._group: TorchGroup | None = None
+        self._pools: ReplicaPools | None = None
+        token = secrets.token_hex(32)
+        self._door = Door(directory, token, config.tp)
+        self._processes: dict[int, RankProcess] = {
+            rank: launch(RankConfig.of(config, rank, directory, token)) for rank in range(1, config.tp)
+        }
+
+    @classmethod
+    def launch(
+        cls, config: WorkerConfig, run_dir: str, launch: Launch, on_lost: Callable[[str], None]
+    ) -> Replica:
+        """Starts the ranks' processes, which load while we do; returns at once.
+
+        on_lost: called once, from any thread, when a replica that served is over. Raises ConfigError.
+        """
+        directory = private_directory(str(Path(run_dir) / f"ranks-{secrets.token_hex(6)}"))
+        return cls(config, directory, launch, on_lost)
+
+    @property
+    def pools(self) -> ReplicaPools:
+        """All ranks' pages; from `start` on."""
+        assert self._pools is not None
+        return self._pools
+
+    def start(self, model: LoadedModel, pool_id: int) -> tuple[ParallelRunner, KVPool]:
+        """Meets the ranks; a runner over all of them, and rank 0's pool with that id.
+
+        Raises what a rank raised (ModelError, ConfigError), or WorkerLost. Call `close` then.
+        """
+        config, deadline = self._config, time.monotonic() + START_S
+        layouts = rank_layouts(model.config, config.tp, page_size=config.page_size, dtype=config.dtype)
+        num_pages = config.num_pages or pages_within(layouts, config.kv_memory_bytes)
+        if num_pages < 2:
+            raise ConfigError("kv_memory: too small for two KV pages of this model; give more memory")
+        self._seats = self._door.admit(deadline, self._ended)
+        self._beats = Beats({rank: seat.life for rank, seat in self._seats.items()}, self._lost)
+        self._beats.start()
+        pool = KVPool.create(layouts[0], num_pages, pool_id)
+        pool.prefault()
+        pools = [pool]
+        for rank, frame in self._ready(deadline).items():
+            pools.append(_adopted(frame, model, config, num_pages, layouts[rank]))
+        self._pools = ReplicaPools(pools)
+        self._group = open_group(GroupConfig(rank=0, size=config.tp, meeting=meeting(self._directory)))
+        return self._runner(model, pool, self._group), pool
+
+    def serve(self) -> None:
+        """Everything is loaded and warm: from now on a silent rank is a dead one."""
+        assert self._beats is not None
+        self._serves = True
+        self._beats.arm()
+
+    def kill(self) -> None:
+        """Ends all ranks at once, whatever they do. Any thread."""
+        for seat in self._seats.values():
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(seat.pidfd, signal.SIGKILL)
+        for process in self._processes.values():
+            process.kill()
+
+    def close(self) -> None:
+        """Ends the ranks and gives everything back. In any state; call when no step runs."""
+        with self._lock:
+            self._over = True
+        self._door.close()
+        for seat in self._seats.values():
+            with contextlib.suppress(WorkerLost):
+                send(seat.work, Kind.STOP)
+        if self._beats is not None:
+            self._beats.close()
+        self._wait_ended(time.monotonic() + 2.0)
+        self.kill()
+        if self._group is not None:
+            self._group.close()
+        if self._pools is not None:
+            self._pools.close()
+        for seat in self._seats.values():
+            seat.work.close()
+            os.close(seat.pidfd)
+        self._seats = {}
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _runner(self, model: LoadedModel, pool: KVPool, group: TorchGroup) -> ParallelRunner:
+        for seat in self._seats.values():
+            seat.work.settimeout(TIMEOUT_S)
+        return ParallelRunner(
+            model,
+            pool,
+            group=group,
+            ranks=[seat.work for seat in self._seats.values()],
+            on_lost=self._lost,
+            deterministic=self._config.deterministic,
+            threads=thread_share(self._config.threads, self._config.tp, 0),
+        )
+
+    def _lost(self, reason: str) -> None:
+        """Any thread, once: the end of the replica as a unit."""
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+        self.kill()
+        if self._serves:
+            self._notify(f"a rank of the replica is lost: {reason}")
+
+    def _ended(self) -> int | None:
+        return next((rank for rank, process in self._processes.items() if process.ended()), None)
+
+    def _ready(self, deadline: float) -> dict[int, Frame]:
+        """What every rank loaded."""
+        waiting = {seat.work.fileno(): rank for rank, seat in self._seats.items()}
+        found: dict[int, Frame] = {}
+        poller = select.poll()
+        for fd in waiting:
+            poller.register(fd, select.POLLIN)
+        while len(found) < len(waiting):
+            if time.monotonic() > deadline:
+                raise WorkerLost("the ranks of this replica did not start in time")
+            for fd, _ in poller.poll(200):
+                frame = receive(self._seats[waiting[fd]].work, with_fd=True)
+                if frame.kind is Kind.FAILED:
+                    raise failure(frame)
+                found[waiting[fd]] = frame
+                poller.unregister(fd)
+        return dict(sorted(found.items()))
+
+    def _wait_ended(self, deadline: float) -> None:
+        """Ranks that were told to stop do so in a moment."""
+        for seat in self._seats.values():
+            poller = select.poll()
+            poller.register(seat.pidfd, select.POLLIN)
+            poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+
+
+def _adopted(
+    frame: Frame, model: LoadedModel, config: WorkerConfig, num_pages: int, layout: PageLayout
+) -> KVPool:
+    """The rank's pool, if it loaded what we did."""
+    told = json.loads(frame.body)
+    numerics = numerics_id(dtype=config.dtype, deterministic=config.deterministic, ranks=config.tp)
+    if frame.kind is not Kind.READY or frame.fd is None:
+        raise WorkerLost("a rank of this replica is out of step")
+    if (told["model"], told["numerics"], told["pages"]) != (model.digest, numerics, num_pages):
+        os.close(frame.fd)
+        raise ConfigError("the ranks of this replica loaded different models or kernels; start it again")
+    return KVPool.adopt(frame.fd, layout, int(told["pool"]))

@@ -1,0 +1,82 @@
+"""The leader's runner: what a worker computes with when its model lies on several ranks.
+
+What lives here: handing a plan to all ranks and waiting until all have carried it out. What does not: how a
+rank computes (`ModelRunner`), how ranks come and go (`replica`).
+
+A step is over when every rank says so, not when rank 0 has its logits: only then is no page written any more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pdserve.engine.runner import ModelRunner
+from pdserve.errors import BY_LABEL, InternalError, PdserveError, WorkerLost
+from pdserve.kvcache.pool import KVPool
+from pdserve.models.loaded import LoadedModel
+from pdserve.parallel.group import TorchGroup
+from pdserve.ranks.frames import Frame, Kind, receive, send
+from pdserve.ranks.plans import encode_plan
+from pdserve.sched.plan import StepPlan, StepResult
+
+log = logging.getLogger(__name__)
+_SERIAL = struct.Struct("<Q")
+
+
+class ParallelRunner(ModelRunner):
+    """A `ModelRunner` that is rank 0 of several. What goes wrong on any rank ends the replica."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        pool: KVPool,
+        *,
+        group: TorchGroup,
+        ranks: Sequence[socket.socket],
+        on_lost: Callable[[str], None],
+        **options: Any,
+    ) -> None:
+        """pool: rank 0's. ranks: connections to the others. on_lost: called when a step can not be finished,
+        with a reason in words. options: as ModelRunner's."""
+        super().__init__(model, pool, group=group, **options)
+        self.traffic = group.traffic
+        self._ranks = tuple(ranks)
+        self._on_lost = on_lost
+        self._serial = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """As ModelRunner's, on all ranks. Raises WorkerLost, after `on_lost`, when the replica is over: then
+        nothing is known of the step, and nobody may go on."""
+        self._serial += 1
+        serial = _SERIAL.pack(self._serial)
+        try:
+            data = serial + encode_plan(plan)
+            for rank in self._ranks:
+                send(rank, Kind.PLAN, data)
+            result = super().execute(plan)
+            for rank in self._ranks:
+                _expect_done(receive(rank), serial)
+        except Exception as error:
+            log.exception("a step of several ranks failed")
+            self._on_lost("a step failed on one of its ranks")
+            raise WorkerLost("this replica is over; it starts again") from error
+        return result
+
+
+def _expect_done(frame: Frame, serial: bytes) -> None:
+    if frame.kind is Kind.FAILED:
+        raise failure(frame)
+    if frame.kind is not Kind.DONE or frame.body != serial:
+        raise WorkerLost("a rank of this replica is out of step")
+
+
+def failure(frame: Frame) -> PdserveError:
+    """The error that a FAILED frame tells of."""
+    told = json.loads(frame.body)
+    kind: type[PdserveError] = BY_LABEL.get(told["label"], InternalError)
+    return kind(str(told["message"]))
