@@ -23,6 +23,7 @@ PURE_FILES = (
     *("kvtransfer/stamps.py", "pdserve/worker/core.py", "pdserve/fleet/supervise.py"),
     "pdserve/parallel/expert_loads.py",
     *(f"pdserve/parallel/placement{part}.py" for part in ("", "_bound", "_pack", "_table")),
+    *("pdserve/parallel/shards.py", "pdserve/ranks/plans.py"),
 )
 PURE_FOLDERS = ("pdserve/kvcache/", "pdserve/sched/", "kvtransfer/session/", "kvtransfer/plan/")
 IMPURE_FILES = frozenset({"pdserve/kvcache/pool.py"})

@@ -1,0 +1,57 @@
+"""Writes what benchmarks.parallel measured: JSON, and a plot with a panel per figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+COLOURS = {False: "#1f6fb2", True: "#e08a2b"}
+NAMES = {False: "added (default)", True: "gathered (deterministic)"}
+
+
+def plot(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+    """results/parallel.json and .png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps({**facts, "lines": lines}, indent=1, ensure_ascii=False)
+    (RESULTS / "parallel.json").write_text(text + "\n")
+    figure, axes = pyplot.subplots(1, 4, figsize=(17, 4.2))
+    _bars(axes[0], [x for x in lines if x["phase"] == "decode"], "tokens_per_s", "decode, tokens/s")
+    _bars(axes[1], [x for x in lines if x["phase"] == "prefill"], "tokens_per_s", "prefill, tokens/s")
+    several = [x for x in lines if x["ranks"] > 1]
+    _bars(axes[2], several, "exchange_share", "share of a step spent in exchange")
+    ratio = [{**x, "ratio": x["wire_bytes"] / x["theory_bytes"]} for x in several]
+    _bars(axes[3], ratio, "ratio", "bytes sent by the leader over a ring's")
+    axes[0].legend(handles=_legend(), fontsize=8)
+    about = facts["machine"]
+    figure.suptitle(
+        f"SmolLM2-135M bfloat16 on ranks that share {facts['threads']} threads, {about['cpu']}, "
+        f"{facts['date'][:10]}"
+    )
+    figure.tight_layout()
+    figure.savefig(RESULTS / "parallel.png", dpi=110, metadata={"Software": ""})
+    pyplot.close(figure)
+
+
+def _bars(axis: Any, lines: Sequence[Mapping[str, Any]], name: str, title: str) -> None:
+    for place, line in enumerate(lines):
+        axis.bar(place, line[name], 0.8, color=COLOURS[line["deterministic"]])
+        axis.text(place, line[name], f"{line[name]:.4g}", ha="center", va="bottom", fontsize=7)
+    several = len({line["phase"] for line in lines}) > 1
+    labels = [f"TP {x['ranks']}" + (f"\n{x['phase']}" if several else "") for x in lines]
+    axis.set_xticks(range(len(lines)), labels, fontsize=8)
+    axis.set_title(title, fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _legend() -> list[Any]:
+    from matplotlib.patches import Patch
+
+    return [Patch(color=COLOURS[mode], label=NAMES[mode]) for mode in (False, True)]
