@@ -116,12 +116,10 @@ class Replica:
         self._beats.arm()
 
     def kill(self) -> None:
-        """Ends all ranks at once, whatever they do. Any thread."""
+        """Ends all ranks that have come in at once, whatever they do. Any thread; waits for nothing."""
         for seat in self._seats.values():
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(seat.pidfd, signal.SIGKILL)
-        for process in self._processes.values():
-            process.kill()
 
     def close(self) -> None:
         """Ends the ranks and gives everything back. In any state; call when no step runs."""
@@ -135,6 +133,8 @@ class Replica:
             self._beats.close()
         self._wait_ended(time.monotonic() + 2.0)
         self.kill()
+        for process in self._processes.values():
+            process.kill()
         if self._group is not None:
             self._group.close()
         if self._pools is not None:
@@ -191,10 +191,12 @@ class Replica:
 
     def _wait_ended(self, deadline: float) -> None:
         """Ranks that were told to stop do so in a moment."""
-        for seat in self._seats.values():
+        for rank, seat in self._seats.items():
             poller = select.poll()
             poller.register(seat.pidfd, select.POLLIN)
-            poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            while not self._processes[rank].ended() and time.monotonic() < deadline:
+                if poller.poll(20):
+                    break
 
 
 def _adopted(

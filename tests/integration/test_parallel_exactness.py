@@ -70,6 +70,16 @@ def _distance(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2)))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_of_the_default_model_have_its_bits(size: int, tmp_path: Path) -> None:
+    tokens, logits = run_script(script_runner(load_model("smollm2-135m-instruct"), deterministic=True))
+    cases = [["smollm2-135m-instruct", "bfloat16", True]]
+    told = run_ranks(size, "tests.support.rank_cases:same_steps", tmp_path, cases=cases)
+    assert np.load(tmp_path / "logits-0.npy").tobytes() == logits.tobytes()
+    assert told[0][0]["tokens"] == tokens
+
+
 def test_numerics_name_the_ranks_only_where_they_matter(folders: dict[str, Path], tmp_path: Path) -> None:
     cases = [[str(folders["qwen3"]), "float32", mode] for mode in (True, False)]
     one = [script_runner(load_model(m, d), deterministic=mode).numerics_id for m, d, mode in cases]

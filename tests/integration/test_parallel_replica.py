@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import queue
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from pdserve.ranks.config import RankConfig
 from pdserve.ranks.replica import Replica
 from pdserve.ranks.runner import ParallelRunner
 from pdserve.types import Role
+from pdserve.worker.host import EXIT_RETIRED
 from tests.support import tiny_models
 from tests.support.parallel_script import NUM_PAGES, PAGE, TABLES, run_script, script, script_runner
 
@@ -102,6 +105,41 @@ def test_a_rank_that_dies_or_stands_still_ends_the_replica_within_a_second(
         with pytest.raises(WorkerLost, match="this replica is over"):
             runner.execute(next(script(runner.config.vocab_size)))
         assert lost.empty()
+
+
+@contextmanager
+def worker(folder: str, run_dir: Path) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
+    """`python -m pdserve.worker` with two ranks that serves, and its rank's process."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pdserve.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(config_of(folder, run_dir=str(run_dir), fleet_secret="ab" * 32).to_json())
+        process.stdin.close()
+        assert process.stdout.readline(), "it did not start"
+        (rank,) = psutil.Process(process.pid).children()
+        yield process, rank
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_worker_whose_rank_stands_still_ends_so_that_it_is_started_again(
+    model: tuple[str, LoadedModel], tmp_path: Path
+) -> None:
+    with worker(model[0], tmp_path) as (process, rank):
+        rank.send_signal(signal.SIGSTOP)
+        assert process.wait(10) == EXIT_RETIRED
+        rank.wait(10)
+
+
+def test_ranks_of_a_killed_leader_end_by_themselves(model: tuple[str, LoadedModel], tmp_path: Path) -> None:
+    with worker(model[0], tmp_path) as (process, rank):
+        process.kill()
+        rank.wait(10)
 
 
 class _Ended:
