@@ -234,6 +234,36 @@ def explain(
 
 
 @app.command()
+def experts(
+    source: Annotated[
+        Path, typer.Option("--from", metavar="FILE", help="Snapshot of expert loads (JSON).", dir_okay=False)
+    ],
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Write the heat map there.", dir_okay=False)
+    ] = None,
+    layer: Annotated[int | None, typer.Option(help="Show where this layer's experts are.")] = None,
+    nodes: Annotated[int, typer.Option(min=0, help="As if on so many nodes.")] = 0,
+    ranks_per_node: Annotated[int, typer.Option(min=0, help="As if with so many ranks a node.")] = 0,
+    slots: Annotated[int, typer.Option(min=0, help="As if with so many slots on each rank.")] = 0,
+    by_node: Annotated[bool, typer.Option("--by-node", help="Keep groups of experts on one node.")] = False,
+    groups: Annotated[int, typer.Option(min=0, help="How many groups; 0: each expert is one.")] = 0,
+    even_shares: Annotated[
+        bool, typer.Option("--even-shares", help="Replicas of an expert share equally.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show load by layer and expert, where experts are, and what a rebalance would gain."""
+    from pdserve.cli.experts import Wish, read_snapshot, run
+    from pdserve.parallel.placement import Policy
+
+    wish = Wish(
+        policy=Policy(by_node=by_node, num_groups=groups, even_shares=even_shares),
+        num_nodes=nodes, ranks_per_node=ranks_per_node, slots=slots, layer=layer,
+    )  # fmt: skip
+    run([read_snapshot(source)], wish, plot, as_json)
+
+
+@app.command()
 def version() -> None:
     """Print the versions of pdserve and of what it runs on."""
     from pdserve.cli.version import run
