@@ -163,11 +163,13 @@ def _ways(
     if hosts is None:
         yield _anew(loads, num_ranks, task, bound)
         return
-    for sparing in (True, False):
+    for sparing, spread in ((True, False), (False, False), (False, True)):
         draft = Draft(loads, num_ranks, task.slots, even=task.policy.even_shares)
         _restore(draft, hosts)
         settle(draft)
         supply(draft, GOOD * bound)
+        if spread:
+            use_free_slots(draft)
         improve(draft, GOOD * bound, sparing=sparing)
         yield draft
     yield _renamed(_anew(loads, num_ranks, task, bound), hosts)
