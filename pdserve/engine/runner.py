@@ -47,7 +47,7 @@ def page_layout(config: ModelConfig, *, page_size: int, dtype: str) -> PageLayou
         head_dim=config.head_dim,
         page_size=page_size,
         dtype=dtype,
-        inner=inner_layout(dtype),
+        inner=inner_layout(dtype, latent=config.latent is not None),
     )
 
 
@@ -62,7 +62,7 @@ def _built(model: LoadedModel, deterministic: bool, group: Group | None) -> Deco
     return build_shard(model.config, model.weights, deterministic=deterministic, group=group)
 
 
-def _kv_view(pool: KVPool) -> KVView:
+def _kv_view(pool: KVPool, latent: bool) -> KVView:
     layout = pool.layout
     return KVView(
         storage=pool.storage,
@@ -73,6 +73,7 @@ def _kv_view(pool: KVPool) -> KVView:
         head_dim=layout.head_dim,
         page_size=layout.page_size,
         dtype=layout.dtype,
+        latent=latent,
     )
 
 
@@ -112,7 +113,7 @@ class ModelRunner:
         self.numerics_id = numerics_id(dtype=model.dtype, deterministic=deterministic, ranks=ranks)
         self.last_logits: dict[str, torch.Tensor] = {}
         self._pool = pool
-        self._kv = _kv_view(pool)
+        self._kv = _kv_view(pool, own.latent is not None)
         self._decoder = _built(model, deterministic, group)
         self._group = group
         self._capture = capture_logits

@@ -6,6 +6,9 @@ A page is [num_layers, 2 (K, V), part]; the inner order of a part is the kernels
     float32   K [K, D, S]        V [K, S, D]           rows of S positions: scores of neighbours in one vector
     bfloat16  K [K, D/2, S, 2]   V [K, S/2, D, 2]      pairs along the reduced dim, as bf16 dot products want
 
+Latent pages (MLA, `latent`) have one row per position instead, key and value of all heads: both parts of a
+layer together are [S, C], with C = 2 * D for K = 1. A layout thus has the latent's bytes and no more.
+
 Legend: P pages, L layers, K KV heads, D head dim, S page size (rows of a page), T tokens.
 """
 
@@ -20,14 +23,16 @@ from pdserve.errors import ConfigError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _INNER = {"float32": "k[h,d,s] v[h,s,d]", "bfloat16": "k[h,d/2,s,2] v[h,s/2,d,2]"}
+_LATENT = "latent[s,c]"
 MAX_HEAD_DIM = 256
+MAX_LATENT = 4096
 MAX_PAGE_SIZE = 128
 
 
-def inner_layout(dtype: str) -> str:
+def inner_layout(dtype: str, *, latent: bool = False) -> str:
     """Tag of a page part's inner order, for the layout fingerprint. dtype: "float32" | "bfloat16"."""
     try:
-        return _INNER[dtype]
+        return _LATENT if latent and dtype in _INNER else _INNER[dtype]
     except KeyError:
         raise ConfigError(f"dtype {dtype!r} is not supported for KV pages; use float32 or bfloat16") from None
 
@@ -49,7 +54,8 @@ class _NativeView(ctypes.Structure):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVView:
     """A pool's page area. storage: 1-D tensor of dtype over all pages; page_stride: elements from one page
-    to the next. page_size: a multiple of 16 up to 128; head_dim: even, up to 256.
+    to the next. page_size: a multiple of 16 up to 128; head_dim: even, up to 256. latent: pages of latent
+    rows; then there is one KV head, whose head_dim is half a row.
 
     Raises ConfigError where the kernels can not serve such pages.
     """
@@ -62,6 +68,7 @@ class KVView:
     head_dim: int
     page_size: int
     dtype: str
+    latent: bool = False
     native: int = field(init=False, repr=False)
     """Address of the C++ descriptor."""
     _keep: _NativeView = field(init=False, repr=False)
@@ -72,7 +79,10 @@ class KVView:
             raise ConfigError(f"the page pool's tensor is not {self.dtype}")
         if self.page_size % 16 or not 16 <= self.page_size <= MAX_PAGE_SIZE:
             raise ConfigError(f"page size {self.page_size} is not a multiple of 16 up to {MAX_PAGE_SIZE}")
-        if self.head_dim % 2 or not 2 <= self.head_dim <= MAX_HEAD_DIM:
+        if self.latent:
+            if self.num_kv_heads != 1 or self.latent_width > MAX_LATENT:
+                raise ConfigError(f"a latent row has more than {MAX_LATENT} elements, or is not the only one")
+        elif self.head_dim % 2 or not 2 <= self.head_dim <= MAX_HEAD_DIM:
             raise ConfigError(f"head dim {self.head_dim} is not an even number up to {MAX_HEAD_DIM}")
         if (self.num_pages - 1) * self.page_stride + self.page_elems > self.storage.numel():
             raise ConfigError("the page pool's tensor is smaller than its pages")
@@ -87,6 +97,16 @@ class KVView:
     def part_elems(self) -> int:
         """Elements of one layer's K (or V) in a page."""
         return self.num_kv_heads * self.head_dim * self.page_size
+
+    @property
+    def latent_width(self) -> int:
+        """C, elements of a latent row."""
+        return 2 * self.head_dim
+
+    def latent_part(self, layer: int) -> torch.Tensor:
+        """A layer's latent rows over all pages as a view [P, S, C]."""
+        assert self.latent
+        return self._part((self.page_size, self.latent_width), 2 * layer)
 
     @property
     def page_elems(self) -> int:

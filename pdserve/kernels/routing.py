@@ -15,37 +15,60 @@ import torch
 from pdserve.kernels.native import DTYPE_CODE, library
 
 
-def route_top_k(logits_TX: torch.Tensor, top_k: int, *, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(experts_TC int64, weights_TC float32): the top_k experts by softmax, the likeliest first.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopK:
+    """How a token's experts follow from its logits. normalise: weights are divided by their sum, then scaled.
 
-    Equal ones come in order of their number. normalise: weights of a token are divided by their sum.
-    logits_TX: float32. A token's choice depends on its own logits alone.
+    sigmoid: scores are sigmoids (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), otherwise a softmax. groups,
+    top_groups: experts lie in equal groups, and only those of the best groups count; a group's worth is its
+    best score, with sigmoids the sum of its two best (biased ones).
+    """
+
+    top_k: int
+    normalise: bool
+    scale: float = 1.0
+    sigmoid: bool = False
+    groups: int = 1
+    top_groups: int = 1
+
+
+def route_top_k(
+    logits_TX: torch.Tensor, how: TopK, bias_X: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(experts_TC int64, weights_TC float32): the experts of the highest scores, the highest first.
+
+    Equal ones come in order of their number. logits_TX: float32. bias_X: float32, added to the scores for the
+    choice, not for the weights. A token's choice depends on its own logits alone.
     """
     assert logits_TX.dtype is torch.float32
+    assert bias_X is None or bias_X.dtype is torch.float32
     logits_TX = logits_TX.contiguous()
     tokens, num_experts = logits_TX.shape
-    experts_TC = torch.empty(tokens, top_k, dtype=torch.int64)
-    weights_TC = torch.empty(tokens, top_k)
+    experts_TC = torch.empty(tokens, how.top_k, dtype=torch.int64)
+    weights_TC = torch.empty(tokens, how.top_k)
     library().pds_route_top_k(
-        experts_TC.data_ptr(),
-        weights_TC.data_ptr(),
-        logits_TX.data_ptr(),
-        tokens,
-        num_experts,
-        top_k,
-        normalise,
-    )
+        experts_TC.data_ptr(), weights_TC.data_ptr(), logits_TX.data_ptr(),
+        None if bias_X is None else bias_X.data_ptr(),
+        tokens, num_experts, how.top_k, how.groups, how.top_groups, how.sigmoid, how.normalise, how.scale,
+    )  # fmt: skip
     return experts_TC, weights_TC
 
 
 def route_top_k_reference(
-    logits_TX: torch.Tensor, top_k: int, *, normalise: bool
+    logits_TX: torch.Tensor, how: TopK, bias_X: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch form of `route_top_k`."""
-    probs = torch.softmax(logits_TX, dim=-1)
-    order = torch.argsort(probs, dim=-1, descending=True, stable=True)[:, :top_k]
-    weights = probs.gather(1, order)
-    return order, weights / weights.sum(dim=-1, keepdim=True) if normalise else weights
+    scores = torch.sigmoid(logits_TX) if how.sigmoid else torch.softmax(logits_TX, dim=-1)
+    choice = scores if bias_X is None else scores + bias_X
+    grouped = choice.view(choice.shape[0], how.groups, -1)
+    best = grouped.topk(min(2 if how.sigmoid else 1, grouped.shape[2]), dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(
+        1, best.topk(how.top_groups, dim=-1).indices, True
+    )
+    choice = grouped.masked_fill(~kept[:, :, None], float("-inf")).view_as(choice)
+    order = torch.argsort(choice, dim=-1, descending=True, stable=True)[:, : how.top_k]
+    weights = scores.gather(1, order)
+    return order, how.scale * (weights / weights.sum(dim=-1, keepdim=True) if how.normalise else weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

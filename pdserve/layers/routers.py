@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from pdserve.kernels.routing import route_top_k
+from pdserve.kernels.routing import TopK, route_top_k
 
 DROPPED = -1
 
@@ -36,8 +36,8 @@ class Routing:
     """Where a step's tokens go. experts_TC: int64, DROPPED for a choice that does not count.
 
     weights_TC: float32, of the outputs; of no meaning where dropped. totals_T: float32, the sum of those that
-    count; exactly 1 where they are normalised. balance: the auxiliary loss before its coefficient (with even
-    load 1 for Switch, 1 / X^2 for GShard), or None for a router that has none.
+    count; exactly 1 (or their scale) where they are normalised. balance: the auxiliary loss before its
+    coefficient (with even load 1 for Switch, 1 / X^2 for GShard), or None for a router that has none.
     """
 
     experts_TC: torch.Tensor
@@ -61,14 +61,15 @@ def capacity(tokens: int, num_experts: int, top_k: int, factor: float) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChoice:
-    """The top_k likeliest experts, no capacity. normalise: weights are divided by their sum."""
+    """The experts of the highest scores, no capacity. bias_X: see `route_top_k`."""
 
-    top_k: int
-    normalise: bool
+    how: TopK
+    bias_X: torch.Tensor | None = None
 
     def __call__(self, logits_TX: torch.Tensor) -> Routing:
-        experts_TC, weights_TC = route_top_k(logits_TX, self.top_k, normalise=self.normalise)
-        totals_T = torch.ones(weights_TC.shape[0]) if self.normalise else _sum_in_order(weights_TC)
+        experts_TC, weights_TC = route_top_k(logits_TX, self.how, self.bias_X)
+        whole = self.how.normalise
+        totals_T = torch.full((len(weights_TC),), self.how.scale) if whole else _sum_in_order(weights_TC)
         return Routing(experts_TC=experts_TC, weights_TC=weights_TC, totals_T=totals_T)
 
 
@@ -115,7 +116,7 @@ def route_gshard(logits_TX: torch.Tensor, places: int, uniform_T: torch.Tensor) 
     """
     num_experts = logits_TX.shape[1]
     probs_TX = torch.softmax(logits_TX.float(), dim=-1)
-    top_T2, experts_T2 = route_top_k(logits_TX.float(), 2, normalise=True)[::-1]
+    experts_T2, top_T2 = route_top_k(logits_TX.float(), TopK(top_k=2, normalise=True))
     counts_X = torch.bincount(experts_T2[:, 0], minlength=num_experts)
     first_T = _places(experts_T2[:, 0], num_experts, torch.zeros_like(counts_X)) < places
     second_T = _places(experts_T2[:, 1], num_experts, counts_X) < places
@@ -154,11 +155,11 @@ class GShardRouter:
 
 
 def make_router(
-    kind: RouterKind, *, top_k: int, normalise: bool, capacity_factor: float, seed: int
+    kind: RouterKind, how: TopK, bias_X: torch.Tensor | None, *, capacity_factor: float, seed: int
 ) -> Router:
-    """The router of a layer; Switch and GShard take one and two experts whatever top_k says."""
+    """The router of a layer; Switch and GShard take one and two experts and heed neither how nor bias_X."""
     if kind is RouterKind.SWITCH:
         return SwitchRouter(factor=capacity_factor)
     if kind is RouterKind.GSHARD:
         return GShardRouter(capacity_factor, seed)
-    return TokenChoice(top_k=top_k, normalise=normalise)
+    return TokenChoice(how=how, bias_X=bias_X)

@@ -12,13 +12,17 @@ import torch
 from pdserve.kernels.embedding import TokenTable
 from pdserve.kernels.grouped_linear import PackedGroups
 from pdserve.kernels.linear import PackedLinear
+from pdserve.kernels.routing import TopK
 from pdserve.layers.attention import Attention, WholeNorm
+from pdserve.layers.latent import LatentAttention
 from pdserve.layers.mlp import GatedMLP
 from pdserve.layers.moe import ExpertLoad, ExpertMap, LocalExperts, MoE, SharedExpert
 from pdserve.layers.rope import RopeTable
 from pdserve.layers.routers import make_router
+from pdserve.models.build_latent import build_latent
 from pdserve.models.config import ExpertsConfig, ModelConfig
 from pdserve.models.decoder import Decoder, DecoderLayer, FeedForward
+from pdserve.models.weights import BIAS
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -49,10 +53,29 @@ def _attention(config: ModelConfig, weights: Weights, layer: int, deterministic:
     )
 
 
+def _any_attention(
+    config: ModelConfig, weights: Weights, layer: int, deterministic: bool
+) -> Attention | LatentAttention:
+    if config.latent is not None:
+        return build_latent(config, config.latent, weights, layer, deterministic)
+    return _attention(config, weights, layer, deterministic)
+
+
 def _gated(weights: Weights, prefix: str, deterministic: bool) -> GatedMLP:
     return GatedMLP(
         gate_up=_fused(weights, prefix, ("gate_proj", "up_proj"), deterministic),
         down=_fused(weights, prefix, ("down_proj",), deterministic),
+    )
+
+
+def _top_k(x: ExpertsConfig) -> TopK:
+    return TopK(
+        top_k=x.top_k,
+        normalise=x.normalise,
+        scale=x.scale,
+        sigmoid=x.sigmoid,
+        groups=x.groups,
+        top_groups=x.top_groups,
     )
 
 
@@ -62,14 +85,14 @@ def _moe(x: ExpertsConfig, weights: Weights, layer: int, load: ExpertLoad, deter
     if x.shared_size:
         shared = SharedExpert(
             mlp=_gated(weights, f"{prefix}shared_expert.", deterministic),
-            gate=_fused(weights, prefix, ("shared_expert_gate",), deterministic),
+            gate=_fused(weights, prefix, ("shared_expert_gate",), deterministic) if x.shared_gate else None,
         )
     return MoE(
         layer=layer,
         gate=_fused(weights, prefix, ("gate",), deterministic),
         router=make_router(
-            x.router, top_k=x.top_k, normalise=x.normalise, capacity_factor=x.capacity_factor,
-            seed=x.seed + layer,
+            x.router, _top_k(x), weights.get(f"{prefix}gate.{BIAS}"),
+            capacity_factor=x.capacity_factor, seed=x.seed + layer,
         ),
         experts=LocalExperts(
             gate_up=PackedGroups.pack(weights[f"{prefix}experts.gate_up_proj"]),
@@ -93,7 +116,7 @@ def _layer(
     else:
         mlp = _gated(weights, f"{prefix}mlp.", deterministic)
     return DecoderLayer(
-        attention=_attention(config, weights, layer, deterministic),
+        attention=_any_attention(config, weights, layer, deterministic),
         mlp=mlp,
         mlp_norm_E=weights[f"{prefix}post_attention_layernorm.weight"],
         next_norm_E=weights[following],

@@ -45,7 +45,8 @@ class Architecture:
     qkv_bias: q, k and v have biases always (o never). qk_norm: RMS norm on each query and key head;
     qk_norm_whole: one over all heads together (OLMoE). windowed: "all" layers use sliding_window, "switched"
     all if use_sliding_window, "layers" or "alternate" as layer_types say (they differ where it is absent), or
-    "none". permuted_gguf: llama.cpp's converter reorders q and k rows of this family.
+    "none". latent: attention over latent rows (MLA). permuted_gguf: llama.cpp's converter reorders q and k
+    rows of this family.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Architecture:
     qkv_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False
+    latent: bool = False
     windowed: str = "none"
     permuted_gguf: bool = False
     num_kv_heads: int | None = None
@@ -105,6 +107,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             rms_norm_eps=1e-5,
             experts=ExpertFamily(num_experts=64, top_k=8, width=2048),
         ),
+        Architecture(name="deepseek_v2", hf_class="DeepseekV2ForCausalLM", latent=True),
+        Architecture(name="deepseek_v3", hf_class="DeepseekV3ForCausalLM", latent=True, max_context=4096),
     )
 }  # fmt: skip
 """Built-in families by `model_type`, with the defaults that transformers uses for missing fields."""
@@ -123,8 +127,9 @@ class ExpertsConfig:
     """A model's mixture of experts; sizes in elements.
 
     intermediate_size: of one expert. normalise: a token's weights sum to 1. layers: which layers have experts
-    (the others are dense). shared_size: inner size of an expert that all tokens take, scaled by a sigmoid; 0
-    for none. router, capacity_factor, seed: see `pdserve.layers.routers`.
+    (the others are dense). shared_size: inner size of an expert that all tokens take, 0 for none;
+    shared_gate: a sigmoid scales it. sigmoid, groups, top_groups, scale: see `pdserve.kernels.routing.TopK`;
+    biased: scores have a bias for the choice. router, capacity_factor, seed: see `pdserve.layers.routers`.
     """
 
     num_experts: int
@@ -133,6 +138,12 @@ class ExpertsConfig:
     normalise: bool
     layers: tuple[bool, ...]
     shared_size: int = 0
+    shared_gate: bool = True
+    sigmoid: bool = False
+    biased: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
     router: RouterKind = RouterKind.CHOICE
     capacity_factor: float = 1.25
     seed: int = 0
@@ -144,6 +155,24 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention; sizes in elements.
+
+    q_rank: of the queries' low rank, or None. kv_rank: of the latent. nope_dim, rope_dim, v_dim: of a head's
+    query and key without and with RoPE, and of its value. interleaved: rotary rows come in pairs. scale: of
+    scores.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    interleaved: bool
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A validated model description; sizes in elements, max_context in tokens.
 
@@ -151,6 +180,8 @@ class ModelConfig:
     qkv_bias, o_bias, mlp_bias: which linears have biases. tied_embeddings: the head is the embedding.
     qk_norm: RMS norm on each query and key head; qk_norm_whole: one over all heads together. clip_qkv: bound
     of queries, keys and values, or None. experts: None for a dense model. intermediate_size: of dense MLPs.
+    latent: None for plain attention; otherwise num_kv_heads is 1 and head_dim half a latent row, so that a
+    page has the latent's bytes.
     """
 
     architecture: str
@@ -175,11 +206,12 @@ class ModelConfig:
     qk_norm_whole: bool = False
     clip_qkv: float | None = None
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ModelError("The model is not usable: its query heads are not a multiple of its KV heads.")
-        if self.head_dim % 2:
+        if self.head_dim % 2 and self.latent is None:
             raise ModelError("The model is not usable: its head dimension is odd, which RoPE can not turn.")
         named = [*self.end_token_ids, *([] if self.bos_token_id is None else [self.bos_token_id])]
         if any(not 0 <= i < self.vocab_size for i in named):

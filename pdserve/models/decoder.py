@@ -19,6 +19,7 @@ from pdserve.kernels.kv_view import KVView
 from pdserve.kernels.linear import Linear
 from pdserve.kernels.norm import add_rms_norm, rms_norm
 from pdserve.layers.attention import Attention
+from pdserve.layers.latent import LatentAttention
 from pdserve.layers.moe import ExpertLoad
 from pdserve.layers.rope import RopeTable
 from pdserve.layers.step import StepContext
@@ -36,7 +37,7 @@ class FeedForward(Protocol):
 class DecoderLayer:
     """One layer. mlp_norm_E: before the MLP; next_norm_E: before the next layer, or the final norm."""
 
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp: FeedForward
     mlp_norm_E: torch.Tensor
     next_norm_E: torch.Tensor

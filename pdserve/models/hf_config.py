@@ -23,9 +23,10 @@ from pdserve.models.config import (
     architecture,
 )
 from pdserve.models.fields import Fields
+from pdserve.models.hf_deepseek import experts_from_deepseek, latent_from_hf, rope_dim
 from pdserve.models.hf_experts import experts_from_hf
 
-_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "olmoe")
+_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
 """Families whose config.json may ask for biases of q, k, v and o."""
 
 
@@ -47,6 +48,8 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     rope = _rope(fields, sizes, arch)
     attention_bias = arch.name in _ATTENTION_BIAS and fields.flag("attention_bias", False)
     bos = fields.ids("bos_token_id")
+    latent = latent_from_hf(fields, arch, _score_factor(fields, rope))
+    experts = experts_from_deepseek if latent else experts_from_hf
     return ModelConfig(
         architecture=arch.name,
         vocab_size=fields.integer("vocab_size", 1, MAX_VOCAB),
@@ -54,8 +57,8 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
         num_layers=sizes.layers,
         num_heads=sizes.heads,
-        num_kv_heads=_num_kv_heads(fields, arch, sizes.heads),
-        head_dim=sizes.head_dim,
+        num_kv_heads=1 if latent else _num_kv_heads(fields, arch, sizes.heads),
+        head_dim=(latent.kv_rank + latent.rope_dim) // 2 if latent else sizes.head_dim,
         max_context=_max_context(rope, sizes.positions),
         rms_norm_eps=fields.number("rms_norm_eps", 0, 1, arch.rms_norm_eps),
         tied_embeddings=fields.flag("tie_word_embeddings", False),
@@ -69,7 +72,8 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         end_token_ids=tuple(sorted(set(fields.ids("eos_token_id")))),
         qk_norm_whole=arch.qk_norm_whole,
         clip_qkv=fields.number("clip_qkv", 0, 1e6) if fields.has("clip_qkv") else None,
-        experts=experts_from_hf(fields, arch, sizes.layers),
+        experts=experts(fields, arch, sizes.layers),
+        latent=latent,
     )
 
 
@@ -80,6 +84,8 @@ def _refuse_unsupported(fields: Fields, arch: Architecture) -> None:
         fields.refuse("architectures", f"must name {arch.hf_class}")
     if fields.text("hidden_act", "silu") != "silu":
         fields.refuse("hidden_act", "must be silu")
+    if arch.latent and fields.flag("mlp_bias", False):
+        fields.refuse("mlp_bias", "must be false")
     if fields.has("quantization_config"):
         raise ModelError(
             "The model is stored in a quantised format that is not supported; use its plain or GGUF form."
@@ -94,7 +100,7 @@ def _sizes(fields: Fields, arch: Architecture) -> _Sizes:
         layers=fields.integer("num_hidden_layers", 1, MAX_LAYERS),
         hidden=hidden,
         heads=heads,
-        head_dim=fields.integer("head_dim", 1, 4096, derived),
+        head_dim=rope_dim(fields) if arch.latent else fields.integer("head_dim", 1, 4096, derived),
         positions=fields.integer("max_position_embeddings", 1, MAX_CONTEXT, arch.max_context),
     )
 
@@ -175,6 +181,15 @@ def _llama3(fields: Fields, scaling: Fields, sizes: _Sizes) -> dict[str, Any]:
         "low_freq_factor": low,
         "high_freq_factor": high,
     }
+
+
+def _score_factor(fields: Fields, rope: RopeConfig) -> float:
+    """DeepSeek's factor on scores: YaRN's term for mscale_all_dim, squared."""
+    name = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
+    scale = fields.mapping(name).number("mscale_all_dim", 0, 100, 0.0)
+    if rope.kind is RopeKind.DEFAULT or not scale or rope.factor <= 1:
+        return 1.0
+    return (0.1 * scale * math.log(rope.factor) + 1.0) ** 2
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0, mscale_all_dim: float = 0.0) -> float:

@@ -17,7 +17,7 @@ from pdserve.models.hf_config import config_from_hf
 from pdserve.models.json_file import MAX_INDEX_BYTES, read_object
 from pdserve.models.safetensors_file import StoredTensor, read_safetensors
 from pdserve.models.stacked import Stacked, stack_experts
-from pdserve.models.weights import canonical, check_names, expert_part, weight_shapes
+from pdserve.models.weights import canonical, check_names, expert_part, stored_dtype, weight_shapes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -74,8 +74,9 @@ def read_directory(directory: Path) -> ModelFiles:
 
 
 def read_weights(files: ModelFiles, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Every weight of the model in `dtype`."""
-    return {name: _read(files.tensors[name], dtype) for name in weight_shapes(files.config)}
+    """Every weight of the model in `dtype` (see `stored_dtype`)."""
+    names = weight_shapes(files.config)
+    return {name: _read(files.tensors[name], stored_dtype(name, dtype)) for name in names}
 
 
 def _read(tensor: StoredTensor | Stacked[StoredTensor], dtype: torch.dtype) -> torch.Tensor:

@@ -26,7 +26,12 @@ from pdserve.parallel.weights import cut, widths
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """The rank's part as a model: its heads and columns. The vocabulary stays whole, for ids are checked."""
+    """The rank's part as a model: its heads and columns. The vocabulary stays whole, for ids are checked.
+
+    Raises ConfigError for latent attention, whose one row per position belongs to all heads.
+    """
+    if config.latent is not None:
+        raise ConfigError("tp: latent attention can not be divided over ranks yet")
     return dataclasses.replace(
         config,
         num_heads=len(shard.heads),

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from pdserve.errors import ModelError
-from pdserve.models.config import ExpertsConfig, ModelConfig
+from pdserve.models.config import ExpertsConfig, LatentConfig, ModelConfig
 from pdserve.models.stacked import ExpertPart
 
+BIAS = "e_score_correction_bias"
 _Linears = dict[str, tuple[int, int, bool]]
 
 
@@ -26,6 +27,21 @@ def _attention_linears(c: ModelConfig) -> _Linears:
         "self_attn.k_proj": (kv, n, c.qkv_bias),
         "self_attn.v_proj": (kv, n, c.qkv_bias),
         "self_attn.o_proj": (n, q, c.o_bias),
+    }
+
+
+def _latent_linears(c: ModelConfig, x: LatentConfig) -> _Linears:
+    head, hidden = x.nope_dim + x.rope_dim, c.hidden_size
+    queries: _Linears = {"self_attn.q_proj": (c.num_heads * head, hidden, False)}
+    if x.q_rank is not None:
+        queries = {
+            "self_attn.q_a_proj": (x.q_rank, hidden, c.o_bias),
+            "self_attn.q_b_proj": (c.num_heads * head, x.q_rank, False),
+        }
+    return queries | {
+        "self_attn.kv_a_proj_with_mqa": (x.kv_rank + x.rope_dim, hidden, c.o_bias),
+        "self_attn.kv_b_proj": (c.num_heads * (x.nope_dim + x.v_dim), x.kv_rank, False),
+        "self_attn.o_proj": (hidden, c.num_heads * x.v_dim, c.o_bias),
     }
 
 
@@ -42,14 +58,19 @@ def _expert_shapes(x: ExpertsConfig, hidden: int) -> tuple[_Linears, dict[str, t
     linears: _Linears = {"mlp.gate": (x.num_experts, hidden, False)}
     if x.shared_size:
         linears |= _gated_linears("mlp.shared_expert", x.shared_size, hidden, False)
-        linears["mlp.shared_expert_gate"] = (1, hidden, False)
-    return linears, {
+        if x.shared_gate:
+            linears["mlp.shared_expert_gate"] = (1, hidden, False)
+    bias = {f"mlp.gate.{BIAS}": (x.num_experts,)} if x.biased else {}
+    return linears, bias | {
         "mlp.experts.gate_up_proj": (x.num_experts, 2 * x.intermediate_size, hidden),
         "mlp.experts.down_proj": (x.num_experts, hidden, x.intermediate_size),
     }
 
 
 def _qk_norm_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    if c.latent is not None:
+        ranks = {"q": c.latent.q_rank, "kv": c.latent.kv_rank}
+        return {f"self_attn.{part}_a_layernorm.weight": (rank,) for part, rank in ranks.items() if rank}
     if c.qk_norm:
         return {"self_attn.q_norm.weight": (c.head_dim,), "self_attn.k_norm.weight": (c.head_dim,)}
     if c.qk_norm_whole:
@@ -64,7 +85,7 @@ def _layer_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
         "post_attention_layernorm.weight": (c.hidden_size,),
         **_qk_norm_shapes(c),
     }
-    linears = _attention_linears(c)
+    linears = _attention_linears(c) if c.latent is None else _latent_linears(c, c.latent)
     if c.experts is not None and c.has_experts(layer):
         more, stacked = _expert_shapes(c.experts, c.hidden_size)
         linears |= more
@@ -114,14 +135,21 @@ def expert_part(name: str) -> ExpertPart | None:
 
 
 def canonical(name: str) -> str:
-    """Our name of a weight: Mixtral calls its MLP block_sparse_moe."""
-    return name.replace(".block_sparse_moe.", ".mlp.")
+    """Our name of a weight: Mixtral calls its MLP block_sparse_moe, DeepSeek's shared expert is a plural."""
+    return name.replace(".block_sparse_moe.", ".mlp.").replace(".shared_experts.", ".shared_expert.")
+
+
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The type a weight is kept in where the model is of `dtype`: routers' biases are always float32."""
+    return torch.float32 if name.endswith(BIAS) else dtype
 
 
 def needless(name: str, config: ModelConfig) -> bool:
-    """Whether a checkpoint may carry this tensor although it is not used: it repeats what is known."""
+    """Whether a checkpoint may carry this tensor although it is not used: it repeats what is known, or
+    belongs to DeepSeek's layer for predicting further tokens."""
     tied_head = config.tied_embeddings and name == "lm_head.weight"
-    return tied_head or name.endswith("rotary_emb.inv_freq")
+    predicting = config.latent is not None and name.startswith(f"model.layers.{config.num_layers}.")
+    return tied_head or predicting or name.endswith("rotary_emb.inv_freq")
 
 
 def check_names(found: Mapping[str, tuple[int, ...]], config: ModelConfig) -> None:

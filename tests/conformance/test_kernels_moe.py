@@ -9,12 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from pdserve.kernels import native
 from pdserve.kernels.grouped_linear import PackedGroups, grouped_linear, grouped_linear_reference
 from pdserve.kernels.linear import linear
 from pdserve.kernels.routing import (
     SlotOrder,
+    TopK,
     combine,
     combine_reference,
     route_top_k,
@@ -112,24 +115,58 @@ class TestRouting:
         self, impl: Callable[..., Any], tokens: int, experts: int, top_k: int, normalise: bool
     ) -> None:
         logits = torch.randn(tokens, experts) * 3
-        chosen, weights = impl(logits, top_k, normalise=normalise)
+        chosen, weights = impl(logits, TopK(top_k=top_k, normalise=normalise))
         wanted = torch.topk(logits.double().softmax(-1), top_k)
         assert torch.equal(chosen, wanted.indices)
         scale = wanted.values.sum(-1, keepdim=True) if normalise else 1
         assert_near(weights, wanted.values / scale, "float32")
 
+    @pytest.mark.parametrize("normalise", [False, True])
+    @implementations("route_top_k")
+    def test_groups_as_in_deepseek_v2(self, impl: Callable[..., Any], normalise: bool) -> None:
+        """The best experts of the groups whose best expert is best."""
+        logits = torch.randn(50, 12) * 2
+        how = TopK(top_k=3, normalise=normalise, scale=2.5, groups=4, top_groups=2)
+        chosen, weights = impl(logits, how)
+        scores = logits.double().softmax(-1)
+        for t, row in enumerate(scores.tolist()):
+            groups = sorted(range(4), key=lambda g, row=row: -max(row[3 * g : 3 * g + 3]))[:2]
+            allowed = sorted(
+                (e for g in groups for e in range(3 * g, 3 * g + 3)), key=lambda e, row=row: -row[e]
+            )
+            assert chosen[t].tolist() == allowed[:3]
+            whole = sum(row[e] for e in allowed[:3]) if normalise else 1.0
+            wanted = [2.5 * row[e] / whole for e in allowed[:3]]
+            assert weights[t].tolist() == pytest.approx(wanted, rel=1e-5)
+
+    @implementations("route_top_k")
+    def test_equals_deepseek_v3_s_router(self, impl: Callable[..., Any]) -> None:
+        config = DeepseekV3Config(
+            hidden_size=32, n_routed_experts=24, num_experts_per_tok=5, n_group=6, topk_group=3
+        )
+        theirs = DeepseekV3TopkRouter(config)
+        torch.nn.init.normal_(theirs.weight)
+        theirs.e_score_correction_bias.normal_()
+        with torch.no_grad():
+            logits, weights, chosen = theirs(torch.randn(60, 32))
+        how = TopK(top_k=5, normalise=True, scale=2.5, sigmoid=True, groups=6, top_groups=3)
+        ours = impl(logits, how, theirs.e_score_correction_bias)
+        assert torch.equal(ours[0].sort().values, chosen.sort().values)
+        order, their_order = ours[0].argsort(), chosen.argsort()
+        assert_near(ours[1].gather(1, order), weights.gather(1, their_order), "float32")
+
     @implementations("route_top_k")
     def test_equal_experts_come_in_order(self, impl: Callable[..., Any]) -> None:
-        chosen, weights = impl(torch.zeros(2, 6), 3, normalise=True)
+        chosen, weights = impl(torch.zeros(2, 6), TopK(top_k=3, normalise=True))
         assert chosen.tolist() == [[0, 1, 2]] * 2
         assert torch.equal(weights, torch.full((2, 3), 1 / 3))
 
     def test_values_that_are_not_numbers_still_choose_experts(self) -> None:
         """The row is reported as broken later; its neighbours and memory must be safe."""
         logits = torch.randn(3, 5)
-        clean = route_top_k(logits, 2, normalise=True)
+        clean = route_top_k(logits, TopK(top_k=2, normalise=True))
         logits[1] = float("nan")
-        chosen, weights = route_top_k(logits, 2, normalise=True)
+        chosen, weights = route_top_k(logits, TopK(top_k=2, normalise=True))
         assert chosen[1].tolist() == [0, 1]
         assert weights[1].isnan().all()
         for row in (0, 2):
@@ -183,7 +220,7 @@ class TestCombine:
     @both_dtypes
     def test_equal_rows_of_whole_weight_give_that_row(self, dtype: str) -> None:
         y = randn(dtype, 6, 90)
-        _, weights = route_top_k(torch.randn(6, 8), 3, normalise=True)
+        _, weights = route_top_k(torch.randn(6, 8), TopK(top_k=3, normalise=True))
         row_of = torch.arange(18).view(6, 3)
         assert torch.equal(combine(y.repeat_interleave(3, 0), row_of, weights, torch.ones(6)), y)
 

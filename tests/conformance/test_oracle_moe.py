@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from pdserve.models.loader import load_model
@@ -85,10 +86,10 @@ def test_gguf_weights_and_configuration_are_the_directory_s(name: str, tmp_path:
         assert getattr(loaded.config, field) == getattr(plain.config, field), field
 
 
-def test_a_request_s_logits_do_not_depend_on_its_neighbours(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [tiny_moe.qwen2_moe, tiny_moe.deepseek_v3])
+def test_a_request_s_logits_do_not_depend_on_its_neighbours(make: Any, tmp_path: Path) -> None:
     """Token choice drops nothing: alone, or beside others in other chunks, the bits are the same."""
-    directory = tiny_models.save(tiny_moe.qwen2_moe(), tmp_path)
-    crowd = drive(directory)
+    directory = tiny_models.save(make(), tmp_path)
     for dtype in ("float32", "bfloat16"):
         model = load_model(str(directory), dtype)
         crowd = EngineDriver(model, num_pages=64, chunk_tokens=16, capture_logits=True, deterministic=False)
@@ -96,10 +97,26 @@ def test_a_request_s_logits_do_not_depend_on_its_neighbours(tmp_path: Path) -> N
             crowd.submit(seq_id, token_ids, SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))
         crowd.run()
         for seq_id, token_ids in prompts().items():
-            alone = EngineDriver(model, num_pages=64, chunk_tokens=64, capture_logits=True)
+            alone = EngineDriver(model, num_pages=32, page_size=32, chunk_tokens=64, capture_logits=True)
             alone.submit(seq_id, token_ids, SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))
             alone.run()
             assert torch.equal(torch.stack(alone.logits[seq_id]), torch.stack(crowd.logits[seq_id]))
+
+
+def test_deepseek_s_extra_layer_is_left_out_and_its_bias_stays_exact(tmp_path: Path) -> None:
+    model = tiny_moe.deepseek_v3()
+    tiny_models.save(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    extra = {
+        name.replace("layers.2.", "layers.3."): w.clone()
+        for name, w in tensors.items()
+        if "layers.2." in name
+    }
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    loaded = load_model(str(tmp_path), "bfloat16")
+    assert not [name for name in loaded.weights if "layers.3." in name]
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(loaded.weights[name], dict(model.named_buffers())[name])
 
 
 def test_tokens_are_counted_by_layer_and_expert(tmp_path: Path) -> None:

@@ -11,11 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pdserve.engine.runner import page_layout
 from pdserve.errors import ConfigError, ModelError
 from pdserve.layers.moe import ExpertMap
 from pdserve.layers.routers import DROPPED, RouterKind
 from pdserve.models.hf_config import config_from_hf
 from pdserve.models.loader import load_model
+from pdserve.models.sharded import shard_config
+from pdserve.parallel.shards import shards
 from tests.support import tiny_models, tiny_moe
 
 BASE: dict[str, Any] = {
@@ -54,6 +57,42 @@ def test_layers_with_experts() -> None:
     assert not read("llama").has_experts(0)
 
 
+def test_deepseek_defaults_and_the_shape_of_its_pages() -> None:
+    v3, v2 = read("deepseek_v3"), read("deepseek_v2", num_experts_per_tok=6, q_lora_rank=None)
+    assert v3.experts.layers == (False, False, False, True)
+    assert (v3.experts.num_experts, v3.experts.top_k, v3.experts.groups, v3.experts.top_groups) == (
+        256,
+        8,
+        8,
+        4,
+    )
+    assert (v3.experts.sigmoid, v3.experts.biased, v3.experts.normalise, v3.experts.scale) == (
+        True,
+        True,
+        True,
+        2.5,
+    )
+    assert (v3.experts.shared_size, v3.experts.shared_gate) == (2048, False)
+    assert (v2.experts.num_experts, v2.experts.groups, v2.experts.sigmoid, v2.experts.shared_size) == (
+        64,
+        1,
+        False,
+        2814,
+    )
+    assert (v3.latent.q_rank, v2.latent.q_rank, v3.latent.kv_rank) == (1536, None, 512)
+    assert read("deepseek_v2", num_experts_per_tok=6, first_k_dense_replace=9).experts is None
+    layout = page_layout(v3, page_size=16, dtype="bfloat16")
+    assert layout.page_bytes == 4 * 16 * (512 + 64) * 2
+    plain = page_layout(read("mixtral"), page_size=16, dtype="bfloat16")
+    assert layout.inner != plain.inner
+
+
+def test_latent_attention_is_not_divided_over_ranks() -> None:
+    config = read("deepseek_v3")
+    with pytest.raises(ConfigError, match="latent attention can not be divided"):
+        shard_config(config, shards(config, 1)[0])
+
+
 def test_a_router_with_capacity_is_asked_for_by_name() -> None:
     router = {"kind": "gshard", "capacity_factor": 2, "seed": 5}
     experts = read("mixtral", pdserve_router=router).experts
@@ -71,7 +110,18 @@ def test_a_router_with_capacity_is_asked_for_by_name() -> None:
         ("mixtral", {"pdserve_router": {"kind": "hash"}}, "kind must be one of token_choice, gshard, switch"),
         ("mixtral", {"pdserve_router": {"kind": "switch"}}, "its switch router takes 1 expert"),
         ("mixtral", {"pdserve_router": 3}, "pdserve_router must be an object"),
-        ("deepseek_v3", {}, "'deepseek_v3' are not supported"),
+        ("deepseek_v3", {"n_group": 3, "topk_group": 1}, "n_group must divide the experts"),
+        (
+            "deepseek_v3",
+            {"n_group": 128, "topk_group": 1},
+            "n_group must divide the experts and leave enough",
+        ),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is not one that this family has"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq must be 1"),
+        ("deepseek_v3", {"kv_lora_rank": 5}, "kv_lora_rank must make an even number"),
+        ("deepseek_v2", {"num_experts_per_tok": 2, "norm_topk_prob": True}, "norm_topk_prob must be false"),
+        ("deepseek_v2", {"num_experts_per_tok": 2, "mlp_bias": True}, "mlp_bias must be false"),
+        ("deepseek_v2", {}, "num_experts_per_tok is missing"),
     ],
 )
 def test_what_does_not_fit_is_refused(model_type: str, fields: dict[str, Any], sentence: str) -> None:

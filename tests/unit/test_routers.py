@@ -16,6 +16,7 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 
 from pdserve.kernels.grouped_linear import PackedGroups
 from pdserve.kernels.linear import PackedLinear
+from pdserve.kernels.routing import TopK
 from pdserve.layers.moe import ExpertLoad, ExpertMap, LocalExperts, MoE
 from pdserve.layers.routers import (
     DROPPED,
@@ -162,7 +163,7 @@ class TestLayer:
     def test_token_choice_ignores_neighbours(
         self, dtype: torch.dtype, tokens: int, data: st.DataObject, top_k: int, normalise: bool
     ) -> None:
-        moe = layer(TokenChoice(top_k=top_k, normalise=normalise), dtype)
+        moe = layer(TokenChoice(how=TopK(top_k=top_k, normalise=normalise)), dtype)
         x = rows(tokens, dtype)
         together = moe(x)
         chosen = data.draw(st.lists(st.integers(0, tokens - 1), min_size=1, max_size=tokens))
@@ -170,7 +171,7 @@ class TestLayer:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_where_experts_lie_changes_no_bit(self, dtype: torch.dtype) -> None:
-        router = TokenChoice(top_k=2, normalise=True)
+        router = TokenChoice(how=TopK(top_k=2, normalise=True))
         plain, moved = layer(router, dtype), layer(router, dtype, [6, 0, 3, 1, 4], num_slots=7)
         x = rows(33, dtype)
         assert torch.equal(plain(x), moved(x))
@@ -180,7 +181,8 @@ class TestLayer:
     def test_a_row_without_places_is_zero_and_neighbours_matter(self) -> None:
         """What docs/moe.md says of capacity: late rows lose their expert to earlier ones."""
         moe = layer(
-            make_router(RouterKind.SWITCH, top_k=1, normalise=False, capacity_factor=1, seed=0), torch.float32
+            make_router(RouterKind.SWITCH, TopK(top_k=1, normalise=False), None, capacity_factor=1, seed=0),
+            torch.float32,
         )
         x = rows(1, torch.float32).repeat(10, 1)
         out = moe(x)
@@ -197,7 +199,7 @@ class TestLayer:
             return SwitchRouter(factor=8.0)(logits_TX)
 
         moe = dataclasses.replace(
-            layer(TokenChoice(top_k=1, normalise=False), torch.bfloat16), router=watching
+            layer(TokenChoice(how=TopK(top_k=1, normalise=False)), torch.bfloat16), router=watching
         )
         x = rows(20, torch.bfloat16)
         assert moe(x).dtype is torch.bfloat16
@@ -208,10 +210,11 @@ class TestLayer:
     @pytest.mark.parametrize("kind", list(RouterKind))
     def test_equals_a_sum_over_experts_written_out(self, kind: RouterKind) -> None:
         top_k = 1 if kind is RouterKind.SWITCH else 2
-        arguments = {"top_k": top_k, "normalise": False, "capacity_factor": 1.0, "seed": 4}
-        moe, x = layer(make_router(kind, **arguments), torch.float32), rows(40, torch.float32)
+        how = TopK(top_k=top_k, normalise=False)
+        routers = [make_router(kind, how, None, capacity_factor=1.0, seed=4) for _ in range(2)]
+        moe, x = layer(routers[0], torch.float32), rows(40, torch.float32)
         logits = (x.double() @ gate_of(moe).double().T).float()
-        weights = combined(make_router(kind, **arguments)(logits), EXPERTS).double()
+        weights = combined(routers[1](logits), EXPERTS).double()
         assert isinstance(moe.experts, LocalExperts)
         wanted = torch.zeros(40, HIDDEN).double()
         for expert in range(EXPERTS):

@@ -1,6 +1,7 @@
 // Routing around the experts of a mixture: choice, order by expert, weighted sum. Rows are independent of each other
 // everywhere but in the order, which moves rows and changes none.
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "parallel.h"
@@ -28,6 +29,34 @@ void softmax(float* probs, const float* logits, int64_t count) {
     float sum = 0;
     for (int64_t i = 0; i < count; i++) sum += probs[i] + 0.0f * logits[i];
     for (int64_t i = 0; i < count; i++) probs[i] /= sum;
+}
+
+void sigmoids(float* probs, const float* logits, int64_t count) {
+    for_vectors(count, [&](int64_t i, auto m) {
+        const vf x = load_as_float(logits + i, m), one = vset(1.0f);
+        store_rounded(probs + i, vdiv(one, vadd(one, vexp(vsub(vzero(), x)))), m);
+    });
+    for (int64_t i = 0; i < count; i++) probs[i] += 0.0f * logits[i];
+}
+
+// Marks the experts of all but the best groups as taken.
+void leave_groups(bool* taken, const float* choice, int64_t size, int64_t groups, int64_t top_groups, bool two_best) {
+    static thread_local std::vector<float> worth;
+    static thread_local Scratch scratch;
+    worth.resize(groups);
+    bool* kept = scratch.get<bool>(groups);
+    for (int64_t g = 0; g < groups; g++) {
+        kept[g] = false;
+        float best = choice[g * size], second = -INFINITY;
+        for (int64_t i = 1; i < size; i++) {
+            const float x = choice[g * size + i];
+            second = std::max(second, std::min(best, x));
+            best = std::max(best, x);
+        }
+        worth[g] = two_best && size > 1 ? best + second : best;
+    }
+    for (int64_t k = 0; k < top_groups; k++) kept[best_left(worth.data(), kept, groups)] = true;
+    for (int64_t g = 0; g < groups; g++) std::fill(taken + g * size, taken + (g + 1) * size, !kept[g]);
 }
 
 // One token's sum over the experts that computed it; see combine in routing.py for why it has this form.
@@ -70,23 +99,30 @@ void combine(T* out, const T* rows, const int64_t* at, const float* weights, con
 
 }  // namespace
 
-PDS_EXPORT void pds_route_top_k(int64_t* experts, float* weights, const float* logits, int64_t tokens,
-                                int64_t num_experts, int64_t top_k, int normalise) {
+// bias: added to the scores for the choice alone, or null. groups, top_groups: only experts of the best groups count.
+// sigmoid: scores are sigmoids and a group's worth is its two best, otherwise softmax and its best.
+PDS_EXPORT void pds_route_top_k(int64_t* experts, float* weights, const float* logits, const float* bias, int64_t tokens,
+                                int64_t num_experts, int64_t top_k, int64_t groups, int64_t top_groups, int sigmoid,
+                                int normalise, float scale) {
     parallel_for_runs(tokens, threads_for(tokens * num_experts * top_k, kWorth), [&](int64_t t) {
-        static thread_local std::vector<float> probs;
+        static thread_local std::vector<float> probs, choice;
         static thread_local Scratch scratch;
         probs.resize(num_experts);
         bool* taken = scratch.get<bool>(num_experts);
         std::fill(taken, taken + num_experts, false);
-        softmax(probs.data(), logits + t * num_experts, num_experts);
+        (sigmoid ? sigmoids : softmax)(probs.data(), logits + t * num_experts, num_experts);
+        choice = probs;
+        for (int64_t i = 0; bias != nullptr && i < num_experts; i++) choice[i] += bias[i];
+        if (top_groups < groups) leave_groups(taken, choice.data(), num_experts / groups, groups, top_groups, sigmoid);
         float sum = 0;
         for (int64_t k = 0; k < top_k; k++) {
-            const int64_t best = best_left(probs.data(), taken, num_experts);
+            const int64_t best = best_left(choice.data(), taken, num_experts);
             taken[best] = true;
             experts[t * top_k + k] = best;
             sum += weights[t * top_k + k] = probs[best];
         }
-        for (int64_t k = 0; normalise && k < top_k; k++) weights[t * top_k + k] /= sum;
+        for (int64_t k = 0; k < top_k; k++)
+            weights[t * top_k + k] = scale * (normalise ? weights[t * top_k + k] / sum : weights[t * top_k + k]);
     });
 }
 
