@@ -87,10 +87,21 @@ def test_every_number_of_tokens(executor: type[NativeRelayout]) -> None:
             check(executor, plan, num_tokens)
 
 
-@pytest.mark.parametrize("offset", [0, 4, 32])
-@pytest.mark.parametrize(
-    "variants", [("f32", "f32"), ("bf16", "bf16"), ("f32", "bf16"), ("bf16", "f32-plain")]
+REAL = (
+    *(("f32", "f32"), ("f32", "f32-plain"), ("f32", "bf16"), ("f32", "bf16-plain"), ("f32-plain", "f32")),
+    *(
+        ("bf16", "bf16"),
+        ("bf16", "bf16-plain"),
+        ("bf16", "f32"),
+        ("bf16", "f32-plain"),
+        ("bf16-plain", "bf16"),
+    ),
 )
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("offset", [0, 4, 32])
+@pytest.mark.parametrize("variants", REAL, ids=" to ".join)
 def test_real_sizes_at_any_address(variants: tuple[str, str], offset: int) -> None:
     wide = {"head_dim": 64, "layers": (FULL,) * 3}
     for tps, sizes in itertools.product([(1, 1), (1, 3), (3, 2)], [(16, 16), (16, 32), (32, 16)]):
