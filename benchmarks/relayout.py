@@ -136,9 +136,9 @@ def measure(
 ) -> dict[str, Any]:
     """One pair of layouts. GB/s are of bytes read."""
     plan = compile_plan(source, target, convert=True)
-    proof_s = timed(lambda: prove(compile_plan(source, target, convert=True)))
     ways = Ways(plan, pools, args.mib * 2**20)
     clock = time.thread_time if args.cpu_time else time.perf_counter
+    proof_s = timed(lambda: prove(compile_plan(source, target, convert=True)), clock)
     ways.round(clock)
     rounds = [ways.round(clock) for _ in range(args.rounds)]
     middle = [statistics.median(way) for way in zip(*rounds, strict=True)]
@@ -236,8 +236,8 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Measures every pair, then shows and writes what was found."""
     args = parsed()
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     result: dict[str, Any] = {"date": now().isoformat(), "machine": machine(), "version": us()}
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # copies of one thread, not of two by turns
     pools = Pool(args.mib * 2**20), Pool(2 * args.mib * 2**20)  # bfloat16 becomes twice as large
     rows, wanted = [], list(pairs(args.dtypes))
     for number, (source, target) in enumerate(wanted, 1):

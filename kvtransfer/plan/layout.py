@@ -119,6 +119,8 @@ class ReplicaLayout:
             raise ValueError("a layout needs ranks, and each of them a KV head")
         for rank in range(len(self.ranks)):
             heads = self.heads(rank)
+            if any(one.step != 1 for one in self.ranks[rank]):
+                raise ValueError("ranges of KV heads must have step 1")
             if len(set(heads)) != len(heads):
                 raise ValueError(f"rank {rank} has a KV head twice")
         found = {head for rank in range(len(self.ranks)) for head in self.heads(rank)}

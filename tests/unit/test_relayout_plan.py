@@ -4,6 +4,8 @@ is found out before a byte moves."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import types
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from kvtransfer.plan.order import parse_order
 from kvtransfer.plan.prove import prove
 from kvtransfer.relay import NativeRelayout, PlainRelayout
 from pdserve.errors import Incompatible, InternalError
+from pdserve.parallel.shards import shards
 from tests.support.relayout_kit import (
     KERNEL_BF16,
     KERNEL_F32,
@@ -56,6 +59,7 @@ def test_what_is_no_inner_order(tag: str) -> None:
         ({"ranks": ()}, "needs ranks"),
         ({"ranks": ((range(3),), ())}, "each of them a KV head"),
         ({"ranks": ((range(2), range(1, 3)),)}, "a KV head twice"),
+        ({"ranks": ((range(0, 3, 1), range(2, 0, -1)),)}, "step 1"),
         ({"ranks": ((range(2),),)}, "KV heads 0 to 2, all and no others"),
         ({"ranks": ((range(4),),)}, "KV heads 0 to 2, all and no others"),
         ({"inner": KERNEL_BF16, "page_size": 15}, "cuts s by 2, which does not divide 15"),
@@ -96,6 +100,16 @@ def test_layers_that_share_differently_are_refused() -> None:
     kinds = [(FULL, FULL, LayerKind(shares=layer)) for layer in (0, 1)]
     one, other = (layout("f32", 1, 16, layers=layers) for layers in kinds)
     assert "layer 2 shares layer 0 at the source and 1" in (bridge_problem(one, other) or "")
+
+
+def test_the_shards_of_a_model_are_ranks() -> None:
+    model = types.SimpleNamespace(num_heads=9, num_kv_heads=3, intermediate_size=1536, vocab_size=49152)
+    sides = [
+        layout("bf16", 1, size, ranks=tuple((shard.kv_heads,) for shard in shards(model, tp)), **DEFAULT)
+        for tp, size in itertools.product(range(1, 10), (16, 32))
+    ]
+    for source, target in itertools.product(sides, sides):
+        assert bridge_problem(source, target) is None
 
 
 def test_conversion_is_asked_for() -> None:
