@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvtransfer.mover import library
 from kvtransfer.plan.layout import ReplicaLayout
 from kvtransfer.plan.prove import prove, view
-from kvtransfer.plan.relayout import PageAt, RelayoutPlan, StridedCopy
+from kvtransfer.plan.relayout import NONE_HELD, Held, PageAt, RelayoutPlan, StridedCopy
 from pdserve.errors import Incompatible, InternalError
 
 Page = int | memoryview | bytearray
@@ -38,13 +38,20 @@ class Relayout(Protocol):
     plan: RelayoutPlan
 
     def execute(
-        self, *, source_pages: Pages, target_pages: Pages, num_tokens: int, tokens_after: int | None = None
+        self,
+        *,
+        source_pages: Pages,
+        target_pages: Pages,
+        num_tokens: int,
+        held: Held = NONE_HELD,
+        tokens_after: int | None = None,
     ) -> int:
         """Writes the target pages of a span from its source pages; how many copies that took.
 
-        source_pages: any of `plan.source_pages(num_tokens)`, by (rank, page of the span); those that are not
-        given now are for another call. target_pages: all that the given source pages write to, of
-        `plan.target_pages(num_tokens)`. num_tokens: tokens of the span that are filled, from its first on.
+        source_pages: any of `plan.source_pages(num_tokens, held)`, by (rank, page of the span); those that are
+        not given now are for another call. target_pages: all that the given source pages write to, out of
+        `plan.target_pages(num_tokens, held)`. num_tokens: tokens of the span that are filled, from its first.
+        held: pages of the span that the target has already; nothing is written there.
         tokens_after: tokens of the context behind them; then rows of windowed layers that no later query sees
         are left out, and such target pages are no good to a prefix cache. None: nothing is left out. Raises
         InternalError for pages that are not the plan's, missing, or too short.
@@ -68,10 +75,16 @@ class NativeRelayout:
         self._steps = self._packed(plan.copies)
 
     def execute(
-        self, *, source_pages: Pages, target_pages: Pages, num_tokens: int, tokens_after: int | None = None
+        self,
+        *,
+        source_pages: Pages,
+        target_pages: Pages,
+        num_tokens: int,
+        held: Held = NONE_HELD,
+        tokens_after: int | None = None,
     ) -> int:
         """See `Relayout.execute`."""
-        self._guard.check(source_pages, target_pages, num_tokens)
+        self._guard.check(source_pages, target_pages, num_tokens, held)
         steps, count = self._steps, len(self.plan.copies)
         if self._windows and tokens_after is not None:
             copies = [c for c in self.plan.copies if self.plan.seen(c, num_tokens, tokens_after)]
@@ -98,10 +111,16 @@ class PlainRelayout:
         self._guard = _Guard(plan)
 
     def execute(
-        self, *, source_pages: Pages, target_pages: Pages, num_tokens: int, tokens_after: int | None = None
+        self,
+        *,
+        source_pages: Pages,
+        target_pages: Pages,
+        num_tokens: int,
+        held: Held = NONE_HELD,
+        tokens_after: int | None = None,
     ) -> int:
         """See `Relayout.execute`."""
-        self._guard.check(source_pages, target_pages, num_tokens)
+        self._guard.check(source_pages, target_pages, num_tokens, held)
         done = 0
         for copy in self.plan.copies:
             if copy.source not in source_pages or copy.target not in target_pages:
@@ -133,12 +152,12 @@ class _Guard:
 
     def __init__(self, plan: RelayoutPlan) -> None:
         self._plan = plan
-        self._known: dict[int, tuple[dict[PageAt, frozenset[PageAt]], frozenset[PageAt]]] = {}
+        self._known: dict[tuple[int, Held], tuple[dict[PageAt, frozenset[PageAt]], frozenset[PageAt]]] = {}
 
-    def check(self, sources: Pages, targets: Pages, num_tokens: int) -> None:
+    def check(self, sources: Pages, targets: Pages, num_tokens: int, held: Held) -> None:
         """Raises InternalError unless they may be re-laid."""
-        known = self._known.get(num_tokens)
-        reads, writes = known or self._learn(num_tokens)
+        known = self._known.get((num_tokens, held))
+        reads, writes = known or self._learn(num_tokens, held)
         for at in sources:
             if at not in reads:
                 raise InternalError(f"a re-layout got source (rank, page) {at}, which its plan does not read")
@@ -149,17 +168,18 @@ class _Guard:
         for layout, pages in ((self._plan.source, sources), (self._plan.target, targets)):
             for (rank, _), page in pages.items():
                 if not isinstance(page, int) and len(page) != layout.page_bytes(rank):
-                    raise InternalError(
-                        f"a page of rank {rank} has {layout.page_bytes(rank)} bytes, not {len(page)}"
-                    )
+                    wanted = layout.page_bytes(rank)
+                    raise InternalError(f"a page of rank {rank} has {wanted} bytes, not {len(page)}")
 
-    def _learn(self, num_tokens: int) -> tuple[dict[PageAt, frozenset[PageAt]], frozenset[PageAt]]:
-        writes = frozenset(self._plan.target_pages(num_tokens))
+    def _learn(
+        self, num_tokens: int, held: Held
+    ) -> tuple[dict[PageAt, frozenset[PageAt]], frozenset[PageAt]]:
+        writes = frozenset(self._plan.target_pages(num_tokens, held))
         reads = {
             at: frozenset(copy.target for copy in self._plan.copies if copy.source == at) & writes
-            for at in self._plan.source_pages(num_tokens)
+            for at in self._plan.source_pages(num_tokens, held)
         }
-        self._known[num_tokens] = reads, writes
+        self._known[num_tokens, held] = reads, writes
         return reads, writes
 
 

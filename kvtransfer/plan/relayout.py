@@ -20,6 +20,9 @@ from pdserve.errors import Incompatible
 
 PageAt = tuple[int, int]
 """(rank, page of the span)."""
+Held = frozenset[int]
+"""Target pages of a span, on all ranks, that are there already (prefix hits) and must not be written."""
+NONE_HELD: Held = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +56,18 @@ class RelayoutPlan:
         """Whether elements change their dtype."""
         return self.source.dtype != self.target.dtype
 
-    def source_pages(self, num_tokens: int) -> tuple[PageAt, ...]:
+    def source_pages(self, num_tokens: int, held: Held = NONE_HELD) -> tuple[PageAt, ...]:
         """The (rank, page) that are read for a span filled with its first `num_tokens` tokens. A rank whose
-        heads are all read elsewhere is not among them."""
-        end = self.source.pages_for(self._checked(num_tokens))
-        ranks = sorted({copy.source[0] for copy in self.copies})
-        return tuple((rank, page) for page in range(end) for rank in ranks)
+        heads are all read elsewhere is not among them, nor is a page whose rows are all in `held`."""
+        end, written = self.source.pages_for(self._checked(num_tokens)), self.target_pages(num_tokens, held)
+        pages = {copy.source for copy in self.copies if copy.source[1] < end and copy.target in written}
+        return tuple(sorted(pages, key=lambda at: (at[1], at[0])))
 
-    def target_pages(self, num_tokens: int) -> tuple[PageAt, ...]:
-        """The (rank, page) that are written for such a span. Rows from `num_tokens` on hold nothing of
-        meaning: what the source has there, or what was there before."""
-        end = self.target.pages_for(self._checked(num_tokens))
-        return tuple((rank, page) for page in range(end) for rank in range(len(self.target.ranks)))
+    def target_pages(self, num_tokens: int, held: Held = NONE_HELD) -> tuple[PageAt, ...]:
+        """The (rank, page) that are written for such a span: all but the pages in `held`. Rows from
+        `num_tokens` on hold nothing of meaning: what the source has there, or what was there before."""
+        pages = [n for n in range(self.target.pages_for(self._checked(num_tokens))) if n not in held]
+        return tuple((rank, page) for page in pages for rank in range(len(self.target.ranks)))
 
     def seen(self, copy: StridedCopy, num_tokens: int, tokens_after: int | None) -> bool:
         """Whether a query sees a copy's rows when `tokens_after` tokens follow the span's `num_tokens`;

@@ -152,6 +152,27 @@ def test_source_pages_may_come_one_by_one(executor: type[NativeRelayout]) -> Non
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("held", [{0}, {0, 1}, {0, 1, 2}, {2}])
+def test_pages_that_the_target_has_are_not_written(executor: type[NativeRelayout], held: set[int]) -> None:
+    for size in (32, 64):
+        each = compile_plan(layout("bf16", 2, size), layout("bf16", 3, 16))
+        has = frozenset(held & set(range(each.span_tokens // 16)))
+        got, written = blank(each.target, each.span_tokens // 16), each.target_pages(each.span_tokens, has)
+        read = each.source_pages(each.span_tokens, has)
+        executor(each).execute(
+            source_pages=views(pages(each.source, "bfloat16"), read),
+            target_pages=views(got, written),
+            num_tokens=each.span_tokens,
+            held=has,
+        )
+        for at, page in got.items():
+            if at[1] in has:
+                assert (page.view(np.uint8) == UNTOUCHED).all()
+            else:
+                assert np.array_equal(page, pages(each.target, "bfloat16")[at])
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_wrong_pages_are_refused_before_a_byte_moves(executor: type[NativeRelayout]) -> None:
     plan = compile_plan(layout("f32", 1, 16), layout("f32", 1, 32))
     relay, sources = executor(plan), views(pages(plan.source, "float32"), ((0, 0), (0, 1)))

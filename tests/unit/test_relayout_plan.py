@@ -165,6 +165,15 @@ def test_the_pages_that_exist_for_a_number_of_tokens() -> None:
         plan.source_pages(0)
 
 
+def test_source_pages_whose_rows_the_target_has_are_not_read() -> None:
+    plan = compile_plan(layout("f32", 1, 16), layout("f32", 1, 32))
+    wider = compile_plan(layout("f32", 1, 32), layout("f32", 1, 16))
+    assert plan.source_pages(32, frozenset({0})) == plan.target_pages(32, frozenset({0})) == ()
+    assert wider.source_pages(32, frozenset({0})) == ((0, 0),)
+    assert wider.target_pages(32, frozenset({0})) == ((0, 1),)
+    assert wider.source_pages(16, frozenset({0})) == wider.target_pages(16, frozenset({0})) == ()
+
+
 def broken(plan: RelayoutPlan, how: str) -> RelayoutPlan:
     """A plan with one copy that is not right."""
     first = plan.copies[0]
