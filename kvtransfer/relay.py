@@ -48,8 +48,8 @@ class Relayout(Protocol):
     ) -> int:
         """Writes the target pages of a span from its source pages; how many copies that took.
 
-        source_pages: any of `plan.source_pages(num_tokens, held)`, by (rank, page of the span); those that are
-        not given now are for another call. target_pages: all that the given source pages write to, out of
+        source_pages: any of `plan.source_pages(num_tokens, held)`, by (rank, page of the span); those not
+        given now are for another call. target_pages: all that the given source pages write to, out of
         `plan.target_pages(num_tokens, held)`. num_tokens: tokens of the span that are filled, from its first.
         held: pages of the span that the target has already; nothing is written there.
         tokens_after: tokens of the context behind them; then rows of windowed layers that no later query sees
