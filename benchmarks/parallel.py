@@ -1,11 +1,12 @@
 """One worker on 1, 2 and 3 ranks that share the same threads: tokens per second, and what the exchange costs.
 
-    python -m benchmarks.parallel [--seconds 2.5] [--threads N]
+    python -m benchmarks.parallel [--seconds 2.0] [--threads N]
 
 The default model in bfloat16, on real ranks: this process is the leader, the others are its children. One
-decode step has 8 rows, one prefill step 256. Written: results/parallel.json and .png. "Wire" is what the
-kernel counted on the leader's sockets (TCP_INFO); "theory" is what a ring moves: 2 (n - 1) / n of an
-all-reduced tensor, and n - 1 parts of a gathered one. Ranks of one machine share its memory's bandwidth: what
+decode step has 8 rows, one prefill step 256. Written: results/parallel.json and .png. Ranks exchange over
+loopback sockets (gloo) or shared memory. "Wire" is what the kernel counted on the leader's sockets
+(TCP_INFO); "theory" is what a ring moves: 2 (n - 1) / n of an all-reduced tensor, and n - 1 parts of a
+gathered one. Ranks of one machine share its memory's bandwidth: what
 is gained here is not what separate GPUs gain.
 """
 
@@ -15,9 +16,9 @@ import argparse
 import json
 import os
 import socket
+import statistics
 import struct
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,8 +42,13 @@ from pdserve.types import Role, SamplingParams
 MODEL, DTYPE, ITEM_BYTES = "smollm2-135m-instruct", "bfloat16", 2
 PAGE, CONTEXT, ROWS, CHUNK = 16, 128, 8, 256
 NUM_PAGES = 256
-CASES = ((1, False), (2, False), (3, False), (2, True), (3, True))
-"""(ranks, deterministic)."""
+CASES = (
+    (1, "", False),
+    (2, "gloo", False), (3, "gloo", False),
+    (2, "shm", False), (3, "shm", False),
+    (2, "shm", True), (3, "shm", True),
+)  # fmt: skip
+"""(ranks, how they exchange, deterministic)."""
 _BYTES_ACKED = struct.Struct("<Q")
 _ACKED_AT = 120  # of tcp_info
 
@@ -50,18 +56,19 @@ _ACKED_AT = 120  # of tcp_info
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=2.5, help="time of each measurement")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time of each measurement")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args(argv)
     facts = {"machine": machine(), "us": us(), "date": now().isoformat(), "threads": options.threads}
     model = load_model(MODEL, DTYPE)
     lines: list[dict[str, Any]] = []
-    for ranks, deterministic in CASES:
-        with runner_of(model, ranks, deterministic, options.threads) as runner:
+    for ranks, exchange, deterministic in CASES:
+        with runner_of(model, ranks, exchange, deterministic, options.threads) as runner:
             for phase, plan in (("decode", decode_plan()), ("prefill", prefill_plan())):
-                line = {"phase": phase, "ranks": ranks, "deterministic": deterministic}
+                line = {"phase": phase, "ranks": ranks, "exchange": exchange, "deterministic": deterministic}
                 line |= measure(runner, plan, options.seconds)
-                line["theory_bytes"] = theory(model.config, ranks, plan, deterministic)
+                if exchange == "gloo":
+                    line["theory_bytes"] = theory(model.config, ranks, plan, deterministic)
                 lines.append(line)
                 print(json.dumps(line), flush=True)
     plot(lines, facts)
@@ -70,11 +77,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 @contextmanager
-def runner_of(model: LoadedModel, ranks: int, deterministic: bool, threads: int) -> Iterator[ModelRunner]:
+def runner_of(
+    model: LoadedModel, ranks: int, exchange: str, deterministic: bool, threads: int
+) -> Iterator[ModelRunner]:
     """A runner over so many ranks, warm."""
     config = WorkerConfig(
         worker_id="bench", role=Role.AGGREGATED, model=MODEL, dtype=DTYPE, deterministic=deterministic,
         page_size=PAGE, num_pages=NUM_PAGES, tp=ranks, threads=threads,
+        rank_exchange=exchange or "shm",
     )  # fmt: skip
     if ranks == 1:
         layout = page_layout(model.config, page_size=PAGE, dtype=DTYPE)
@@ -94,19 +104,19 @@ def runner_of(model: LoadedModel, ranks: int, deterministic: bool, threads: int)
 
 
 def measure(runner: ModelRunner, plan: StepPlan, seconds: float) -> dict[str, Any]:
-    """Runs the same step for so long. Bytes are the leader's, per step."""
+    """Runs the same step for so long; the median step counts. Bytes are the leader's, per step."""
     for _ in range(2):
         runner.execute(plan)
     traffic = runner.traffic if isinstance(runner, ParallelRunner) else Traffic()
-    exchanged, sent, began, steps = traffic.seconds, wire_bytes(), time.perf_counter(), 0
-    while (took := time.perf_counter() - began) < seconds:
-        runner.execute(plan)
-        steps += 1
+    exchanged, sent, took = traffic.seconds, wire_bytes(), []
+    while sum(took) < seconds:
+        took.append(runner.execute(plan).elapsed_s)
+    step_s = statistics.median(took)
     return {
-        "tokens_per_s": round(steps * plan.num_tokens / took, 1),
-        "step_ms": round(1000 * took / steps, 2),
-        "exchange_share": round((traffic.seconds - exchanged) / took, 3),
-        "wire_bytes": round((wire_bytes() - sent) / steps),
+        "tokens_per_s": round(plan.num_tokens / step_s, 1),
+        "step_ms": round(1000 * step_s, 2),
+        "exchange_share": round((traffic.seconds - exchanged) / sum(took), 3),
+        "wire_bytes": round((wire_bytes() - sent) / len(took)),
     }
 
 

@@ -8,8 +8,19 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
-COLOURS = {False: "#1f6fb2", True: "#e08a2b"}
-NAMES = {False: "added (default)", True: "gathered (deterministic)"}
+COLOURS = {
+    ("", False): "#888888",
+    ("gloo", False): "#7fb2dd",
+    ("shm", False): "#1f6fb2",
+    ("shm", True): "#e08a2b",
+}
+"""By how ranks exchange, and whether they are deterministic."""
+NAMES = {
+    ("", False): "one rank",
+    ("gloo", False): "added, over loopback sockets",
+    ("shm", False): "added, over shared memory",
+    ("shm", True): "gathered (deterministic), over shared memory",
+}
 
 
 def plot(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
@@ -27,9 +38,10 @@ def plot(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
     _bars(axes[1], [x for x in lines if x["phase"] == "prefill"], "tokens_per_s", "prefill, tokens/s")
     several = [x for x in lines if x["ranks"] > 1]
     _bars(axes[2], several, "exchange_share", "share of a step spent in exchange")
-    ratio = [{**x, "ratio": x["wire_bytes"] / x["theory_bytes"]} for x in several]
+    wired = [x for x in several if x["exchange"] == "gloo"]
+    ratio = [{**x, "ratio": x["wire_bytes"] / x["theory_bytes"]} for x in wired]
     _bars(axes[3], ratio, "ratio", "bytes sent by the leader over a ring's")
-    axes[0].legend(handles=_legend(), fontsize=8)
+    axes[0].legend(handles=_legend(), fontsize=7)
     about = facts["machine"]
     figure.suptitle(
         f"SmolLM2-135M bfloat16 on ranks that share {facts['threads']} threads, {about['cpu']}, "
@@ -42,10 +54,10 @@ def plot(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
 
 def _bars(axis: Any, lines: Sequence[Mapping[str, Any]], name: str, title: str) -> None:
     for place, line in enumerate(lines):
-        axis.bar(place, line[name], 0.8, color=COLOURS[line["deterministic"]])
+        axis.bar(place, line[name], 0.8, color=COLOURS[line["exchange"], line["deterministic"]])
         axis.text(place, line[name], f"{line[name]:.4g}", ha="center", va="bottom", fontsize=7)
-    several = len({line["phase"] for line in lines}) > 1
-    labels = [f"TP {x['ranks']}" + (f"\n{x['phase']}" if several else "") for x in lines]
+    mixed = len({line["phase"] for line in lines}) > 1
+    labels = [f"TP {x['ranks']}" + (f"\n{x['phase'][:3]}." if mixed else "") for x in lines]
     axis.set_xticks(range(len(lines)), labels, fontsize=8)
     axis.set_title(title, fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
@@ -54,4 +66,4 @@ def _bars(axis: Any, lines: Sequence[Mapping[str, Any]], name: str, title: str) 
 def _legend() -> list[Any]:
     from matplotlib.patches import Patch
 
-    return [Patch(color=COLOURS[mode], label=NAMES[mode]) for mode in (False, True)]
+    return [Patch(color=COLOURS[mode], label=name) for mode, name in NAMES.items()]

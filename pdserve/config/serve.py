@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 from pdserve.config.fields import setting
 from pdserve.config.tls import tls_files
-from pdserve.config.worker import DTYPES, KV_MIXING, MAX_TP, NO_HANDOVER, TRANSPORTS, WorkerConfig
+from pdserve.config.worker import (
+    DTYPES,
+    KV_MIXING,
+    MAX_TP,
+    NO_HANDOVER,
+    RANK_EXCHANGES,
+    TRANSPORTS,
+    WorkerConfig,
+)
 from pdserve.errors import ConfigError
 from pdserve.types import Role
 
@@ -41,6 +49,9 @@ class ServeConfig:
     )
     aggregated_tp: int = setting(
         1, help="Tensor-parallel ranks of each aggregated worker.", unit="ranks", minimum=1, maximum=MAX_TP
+    )
+    rank_exchange: str = setting(
+        "shm", help="How the ranks of a worker exchange tensors: memory, or sockets.", choices=RANK_EXCHANGES
     )
     dtype: str = setting("bfloat16", help="Number type of weights, activations and KV pages.", choices=DTYPES)
     deterministic: bool = setting(
@@ -203,6 +214,7 @@ class ServeConfig:
             run_dir=run_dir,
             threads=self.threads or 1,
             tp=self.ranks(role),
+            rank_exchange=self.rank_exchange,
             nice=self.prefill_nice if role is Role.PREFILL else 0,
             decode_pace_s=self.decode_pace_s,
             lease_s=self.lease_s,

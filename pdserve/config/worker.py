@@ -14,6 +14,7 @@ from pdserve.types import Role
 DTYPES = ("float32", "bfloat16")
 TRANSPORTS = ("shm", "tcp", "nixl")
 KV_MIXING = ("strict", "relaxed")
+RANK_EXCHANGES = ("shm", "gloo")
 MAX_TP = 64
 NO_HANDOVER = (
     "pages can not be handed over between workers of several ranks yet; "
@@ -78,6 +79,7 @@ class WorkerConfig:
         minimum=1,
         maximum=MAX_TP,
     )
+    rank_exchange: str = setting("shm", help="How the ranks exchange tensors.", choices=RANK_EXCHANGES)
     nice: int = setting(0, help="Added to the process's nice value at start.", minimum=0, maximum=19)
     decode_pace_s: float = setting(
         0.1,

@@ -109,8 +109,10 @@ class ModelRunner:
             raise ConfigError("the page pool was made for another model, dtype or kernel")
         apply_thread_count(threads)
         self.config = model.config
-        ranks = 1 if group is None else group.size
-        self.numerics_id = numerics_id(dtype=model.dtype, deterministic=deterministic, ranks=ranks)
+        ranks, exchange = (1, "") if group is None else (group.size, group.kind)
+        self.numerics_id = numerics_id(
+            dtype=model.dtype, deterministic=deterministic, ranks=ranks, exchange=exchange
+        )
         self.last_logits: dict[str, torch.Tensor] = {}
         self._pool = pool
         self._kv = _kv_view(pool, own.latent is not None)

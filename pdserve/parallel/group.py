@@ -27,7 +27,7 @@ TIMEOUT_S = 30.0
 """A collective that takes longer is over: far more than any step, far less than a lease of hours."""
 _torch: Any = dist  # its stubs leave some of its public names out
 _GONE = "a rank of this replica is gone; it starts again"
-_LATE = "a rank of this replica did not answer in time; it starts again"
+LATE = "a rank of this replica did not answer in time; it starts again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,11 @@ class Group(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def kind(self) -> str:
+        """Names how sums are ordered; part of the numerics id where ranks add."""
+        ...
+
     def add(self, x: torch.Tensor) -> None:
         """Replaces x, contiguous, by the sum over all ranks. The order of adding may depend on the place in x
         where there are more than two ranks."""
@@ -95,6 +100,10 @@ class TorchGroup:
     @property
     def size(self) -> int:
         return self._config.size
+
+    @property
+    def kind(self) -> str:
+        return self._config.backend
 
     def add(self, x: torch.Tensor) -> None:
         """See Group."""
@@ -131,7 +140,7 @@ class TorchGroup:
         except RuntimeError as error:
             self._broken = True
             late = "timed out" in str(error).lower()
-            raise WorkerLost(_LATE if late else _GONE) from error
+            raise WorkerLost(LATE if late else _GONE) from error
         self.traffic.num_calls += 1
         self.traffic.num_bytes += x.nbytes
         self.traffic.seconds += time.perf_counter() - began

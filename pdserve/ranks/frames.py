@@ -35,9 +35,11 @@ class Kind(IntEnum):
     PLAN = 4
     """u64 serial number, then a step plan."""
     DONE = 5
-    """u64 serial number: the step is computed, and nothing of it touches a page any more."""
+    """u64 serial number: the step is computed, and nothing of it touches a page any more. 0: built."""
     STOP = 6
     """Empty: end."""
+    MEET = 7
+    """Empty: all ranks are ready, join the group. With the descriptor of its shared memory, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

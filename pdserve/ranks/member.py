@@ -14,17 +14,16 @@ import secrets
 import socket
 import struct
 
-from pdserve.engine.numerics import numerics_id
 from pdserve.engine.runner import ModelRunner
 from pdserve.errors import InternalError, PdserveError, WorkerLost
 from pdserve.garbage import keep_what_is_loaded
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.loader import load_model
-from pdserve.parallel.group import GroupConfig, open_group
 from pdserve.parallel.shards import thread_share
 from pdserve.ranks.beats import Beats
 from pdserve.ranks.config import RankConfig
 from pdserve.ranks.frames import Kind, receive, send
+from pdserve.ranks.meeting import joint_numerics, meet
 from pdserve.ranks.plans import decode_plan
 from pdserve.ranks.pools import pages_within, rank_layouts
 
@@ -43,6 +42,7 @@ def serve_rank(config: RankConfig) -> int:
     try:
         runner, pool = _load(config, work)
         keep_what_is_loaded()
+        send(work, Kind.DONE, SERIAL.pack(0))
         _compute(runner, work)
         beats.close()
         pool.close()
@@ -90,10 +90,13 @@ def _load(config: RankConfig, work: socket.socket) -> tuple[ModelRunner, KVPool]
     num_pages = worker.num_pages or pages_within(layouts, worker.kv_memory_bytes)
     pool = KVPool.create(layouts[rank], num_pages, secrets.randbits(64), shared=True)
     pool.prefault()
-    numerics = numerics_id(dtype=worker.dtype, deterministic=worker.deterministic, ranks=worker.tp)
+    numerics = joint_numerics(worker)
     ready = {"model": model.digest, "numerics": numerics, "pool": pool.pool_id, "pages": num_pages}
     send(work, Kind.READY, json.dumps(ready).encode(), fd=pool.fd)
-    group = open_group(GroupConfig(rank=rank, size=worker.tp, meeting=config.meeting))
+    frame = receive(work, with_fd=True)
+    if frame.kind is not Kind.MEET:
+        raise WorkerLost("the replica's leader is out of step")
+    group = meet(worker, rank, config.meeting, frame.fd)
     threads = thread_share(worker.threads, worker.tp, rank)
     runner = ModelRunner(model, pool, deterministic=worker.deterministic, group=group, threads=threads)
     return runner, pool

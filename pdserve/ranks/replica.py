@@ -7,7 +7,8 @@ What lives here: the order of starting, and ending as a unit. What does not: pro
     launch all ranks                           connect: work, life
     load the model                             load the model, make the pool
     admit every rank                ◀── READY  (digest, numerics, the pool's descriptor)
-    ─────────────────── both meet in the process group, then build ───────────────────
+                                    MEET ──▶   (the group's shared memory)
+    ─────────────────────── both join the group, then build ───────────────────────
     warm up                         PLAN ──▶   compute, together
                                     ◀── DONE
     arm the beats                              (by the first beat that says so)
@@ -32,19 +33,20 @@ from pathlib import Path
 
 from kvtransfer.shm.server import private_directory
 from pdserve.config.worker import WorkerConfig
-from pdserve.engine.numerics import numerics_id
 from pdserve.errors import ConfigError, WorkerLost
 from pdserve.kvcache.layout import PageLayout
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.loaded import LoadedModel
-from pdserve.parallel.group import TIMEOUT_S, GroupConfig, TorchGroup, open_group
+from pdserve.parallel.group import TIMEOUT_S
 from pdserve.parallel.shards import thread_share
+from pdserve.parallel.shm_group import make_segment
 from pdserve.ranks.beats import Beats
 from pdserve.ranks.config import Launch, RankConfig, RankProcess, meeting
 from pdserve.ranks.door import Door, Seat
 from pdserve.ranks.frames import Frame, Kind, receive, send
+from pdserve.ranks.meeting import RankGroup, joint_numerics, meet
 from pdserve.ranks.pools import ReplicaPools, pages_within, rank_layouts
-from pdserve.ranks.runner import ParallelRunner, failure
+from pdserve.ranks.runner import SERIAL, ParallelRunner, expect_done, failure
 
 START_S = 280.0
 """How long ranks may take until they have loaded; a fleet waits a little longer for the worker."""
@@ -62,7 +64,7 @@ class Replica:
         self._over = self._serves = False
         self._seats: dict[int, Seat] = {}
         self._beats: Beats | None = None
-        self._group: TorchGroup | None = None
+        self._group: RankGroup | None = None
         self._pools: ReplicaPools | None = None
         token = secrets.token_hex(32)
         self._door = Door(directory, token, config.tp)
@@ -106,7 +108,7 @@ class Replica:
         for rank, frame in self._ready(deadline).items():
             pools.append(_adopted(frame, model, config, num_pages, layouts[rank]))
         self._pools = ReplicaPools(pools)
-        self._group = open_group(GroupConfig(rank=0, size=config.tp, meeting=meeting(self._directory)))
+        self._group = self._meet()
         return self._runner(model, pool, self._group), pool
 
     def serve(self) -> None:
@@ -145,10 +147,15 @@ class Replica:
         self._seats = {}
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _runner(self, model: LoadedModel, pool: KVPool, group: TorchGroup) -> ParallelRunner:
+    def _meet(self) -> RankGroup:
+        """Brings all ranks together in their group."""
+        fd = make_segment(self._config.tp) if self._config.rank_exchange == "shm" else None
         for seat in self._seats.values():
-            seat.work.settimeout(TIMEOUT_S)
-        return ParallelRunner(
+            send(seat.work, Kind.MEET, fd=fd)
+        return meet(self._config, 0, meeting(self._directory), fd)
+
+    def _runner(self, model: LoadedModel, pool: KVPool, group: RankGroup) -> ParallelRunner:
+        runner = ParallelRunner(
             model,
             pool,
             group=group,
@@ -157,6 +164,11 @@ class Replica:
             deterministic=self._config.deterministic,
             threads=thread_share(self._config.threads, self._config.tp, 0),
         )
+        for seat in self._seats.values():  # from now on nobody has to wait long for anybody
+            seat.work.settimeout(START_S)
+            expect_done(receive(seat.work), SERIAL.pack(0))
+            seat.work.settimeout(TIMEOUT_S)
+        return runner
 
     def _lost(self, reason: str) -> None:
         """Any thread, once: the end of the replica as a unit."""
@@ -204,7 +216,7 @@ def _adopted(
 ) -> KVPool:
     """The rank's pool, if it loaded what we did."""
     told = json.loads(frame.body)
-    numerics = numerics_id(dtype=config.dtype, deterministic=config.deterministic, ranks=config.tp)
+    numerics = joint_numerics(config)
     if frame.kind is not Kind.READY or frame.fd is None:
         raise WorkerLost("a rank of this replica is out of step")
     if (told["model"], told["numerics"], told["pages"]) != (model.digest, numerics, num_pages):

@@ -19,13 +19,13 @@ from pdserve.engine.runner import ModelRunner
 from pdserve.errors import BY_LABEL, InternalError, PdserveError, WorkerLost
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.loaded import LoadedModel
-from pdserve.parallel.group import TorchGroup
 from pdserve.ranks.frames import Frame, Kind, receive, send
+from pdserve.ranks.meeting import RankGroup
 from pdserve.ranks.plans import encode_plan
 from pdserve.sched.plan import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
-_SERIAL = struct.Struct("<Q")
+SERIAL = struct.Struct("<Q")
 
 
 class ParallelRunner(ModelRunner):
@@ -36,7 +36,7 @@ class ParallelRunner(ModelRunner):
         model: LoadedModel,
         pool: KVPool,
         *,
-        group: TorchGroup,
+        group: RankGroup,
         ranks: Sequence[socket.socket],
         on_lost: Callable[[str], None],
         **options: Any,
@@ -53,14 +53,14 @@ class ParallelRunner(ModelRunner):
         """As ModelRunner's, on all ranks. Raises WorkerLost, after `on_lost`, when the replica is over: then
         nothing is known of the step, and nobody may go on."""
         self._serial += 1
-        serial = _SERIAL.pack(self._serial)
+        serial = SERIAL.pack(self._serial)
         try:
             data = serial + encode_plan(plan)
             for rank in self._ranks:
                 send(rank, Kind.PLAN, data)
             result = super().execute(plan)
             for rank in self._ranks:
-                _expect_done(receive(rank), serial)
+                expect_done(receive(rank), serial)
         except Exception as error:
             log.exception("a step of several ranks failed")
             self._on_lost("a step failed on one of its ranks")
@@ -68,7 +68,8 @@ class ParallelRunner(ModelRunner):
         return result
 
 
-def _expect_done(frame: Frame, serial: bytes) -> None:
+def expect_done(frame: Frame, serial: bytes) -> None:
+    """Raises what a rank failed with, or WorkerLost, if this is not its word that it is done."""
     if frame.kind is Kind.FAILED:
         raise failure(frame)
     if frame.kind is not Kind.DONE or frame.body != serial:

@@ -1,6 +1,6 @@
 """The same steps on 1, 2, 3 and 4 ranks: deterministic ones have the same bits, others stay within a bound.
 
-The oracle is the single-device runner. Ranks are real processes that talk over gloo.
+The oracle is the single-device runner. Ranks are real processes.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def alone(cases: list[list[Any]]) -> list[tuple[Any, np.ndarray]]:
     return [run_script(script_runner(load_model(m, dtype), deterministic=mode)) for m, dtype, mode in cases]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("size", "exchange"), [(2, "shm"), (3, "shm"), (4, "shm"), (3, "gloo")])
 def test_ranks_compute_what_one_device_computes(
-    size: int, cases: list[list[Any]], alone: list[tuple[Any, np.ndarray]], tmp_path: Path
+    size: int, exchange: str, cases: list[list[Any]], alone: list[tuple[Any, np.ndarray]], tmp_path: Path
 ) -> None:
-    told = run_ranks(size, "tests.support.rank_cases:same_steps", tmp_path, cases=cases)
+    told = run_ranks(size, "tests.support.rank_cases:same_steps", tmp_path, exchange=exchange, cases=cases)
     for number, ((_, dtype, deterministic), (tokens, logits)) in enumerate(zip(cases, alone, strict=True)):
         found = np.load(tmp_path / f"logits-{number}.npy")
         if deterministic:
@@ -75,7 +75,7 @@ def _distance(found: np.ndarray, wanted: np.ndarray) -> float:
 def test_ranks_of_the_default_model_have_its_bits(size: int, tmp_path: Path) -> None:
     tokens, logits = run_script(script_runner(load_model("smollm2-135m-instruct"), deterministic=True))
     cases = [["smollm2-135m-instruct", "bfloat16", True]]
-    told = run_ranks(size, "tests.support.rank_cases:same_steps", tmp_path, cases=cases)
+    told = run_ranks(size, "tests.support.rank_cases:same_steps", tmp_path, exchange="shm", cases=cases)
     assert np.load(tmp_path / "logits-0.npy").tobytes() == logits.tobytes()
     assert told[0][0]["tokens"] == tokens
 
@@ -83,7 +83,7 @@ def test_ranks_of_the_default_model_have_its_bits(size: int, tmp_path: Path) -> 
 def test_numerics_name_the_ranks_only_where_they_matter(folders: dict[str, Path], tmp_path: Path) -> None:
     cases = [[str(folders["qwen3"]), "float32", mode] for mode in (True, False)]
     one = [script_runner(load_model(m, d), deterministic=mode).numerics_id for m, d, mode in cases]
-    two = run_ranks(2, "tests.support.rank_cases:same_steps", tmp_path, cases=cases)[0]
+    two = run_ranks(2, "tests.support.rank_cases:same_steps", tmp_path, exchange="shm", cases=cases)[0]
     assert two[0]["numerics"] == one[0]
     assert two[1]["numerics"] != one[1]
 

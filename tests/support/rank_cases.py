@@ -15,12 +15,20 @@ import torch
 from pdserve.errors import WorkerLost
 from pdserve.models.loader import load_model
 from pdserve.parallel.group import GroupConfig, TorchGroup, open_group
+from pdserve.parallel.shm_group import SLOT_BYTES, ShmGroup, segment_bytes
 from tests.support.parallel_script import run_script, script_runner
 
 
-def group_of(rank: int, size: int, folder: Path, **fields: Any) -> TorchGroup:
+def group_of(
+    rank: int, size: int, folder: Path, exchange: str = "gloo", **fields: Any
+) -> TorchGroup | ShmGroup:
     """Threads are few: ranks of a test share two cores with everything else."""
     torch.set_num_threads(1)
+    if exchange == "shm":
+        fd = os.open(folder / "segment", os.O_RDWR | os.O_CREAT, 0o600)
+        slot_bytes = fields.pop("slot_bytes", SLOT_BYTES)
+        os.ftruncate(fd, segment_bytes(size, slot_bytes))
+        return ShmGroup(fd, rank=rank, size=size, slot_bytes=slot_bytes, **fields)
     return open_group(GroupConfig(rank=rank, size=size, meeting=folder / "meet", **fields))
 
 
@@ -41,9 +49,9 @@ def listening() -> list[str]:
     return found
 
 
-def collectives(rank: int, size: int, folder: Path) -> dict[str, Any]:
+def collectives(rank: int, size: int, folder: Path, exchange: str) -> dict[str, Any]:
     """Sums and gathers of numbers that tell the ranks apart, and where we listen meanwhile."""
-    group = group_of(rank, size, folder)
+    group = group_of(rank, size, folder, exchange)
     total = torch.full((3, 5), float(rank + 1))
     group.add(total)
     whole = torch.full((7,), -2147483648 if rank == 0 else 0, dtype=torch.int32)
@@ -70,9 +78,9 @@ def one_leaves(rank: int, size: int, folder: Path) -> Any:
     return [_error(group), _error(group)]
 
 
-def one_is_silent(rank: int, size: int, folder: Path) -> Any:
+def one_is_silent(rank: int, size: int, folder: Path, exchange: str) -> Any:
     """The last rank lives and takes no part until the others have given up."""
-    group = group_of(rank, size, folder, timeout_s=0.5)
+    group = group_of(rank, size, folder, exchange, timeout_s=0.5)
     if rank == size - 1:
         return (folder / "fifo").read_text() or None
     told = _error(group)
@@ -89,7 +97,7 @@ def nobody_comes(rank: int, size: int, folder: Path) -> Any:
     return None
 
 
-def _error(group: TorchGroup) -> str | None:
+def _error(group: TorchGroup | ShmGroup) -> str | None:
     try:
         group.add(torch.ones(4))
     except WorkerLost as error:
@@ -97,12 +105,12 @@ def _error(group: TorchGroup) -> str | None:
     return None
 
 
-def same_steps(rank: int, size: int, folder: Path, cases: list[list[Any]]) -> list[Any]:
+def same_steps(rank: int, size: int, folder: Path, exchange: str, cases: list[list[Any]]) -> list[Any]:
     """Runs the script of `parallel_script` for every (model, dtype, deterministic); rank 0 keeps the logits.
 
     Returns, for each case, what every step said of its tokens, and this rank's KV heads.
     """
-    group = group_of(rank, size, folder)
+    group = group_of(rank, size, folder, exchange)
     told = []
     for number, (model, dtype, deterministic) in enumerate(cases):
         runner = script_runner(load_model(model, dtype), deterministic=deterministic, group=group)
@@ -111,3 +119,23 @@ def same_steps(rank: int, size: int, folder: Path, cases: list[list[Any]]) -> li
             np.save(folder / f"logits-{number}.npy", logits)
         told.append({"tokens": tokens, "numerics": runner.numerics_id})
     return told
+
+
+def many_turns(rank: int, size: int, folder: Path, turns: int) -> bool:
+    """Sums and gathers of all lengths around a tiny slot's, one after the other; whether all were right."""
+    group = group_of(rank, size, folder, "shm", slot_bytes=256)
+    for turn in range(turns):
+        count = 1 + 37 * turn % 300
+        mine = torch.arange(count, dtype=torch.float32) + 1000 * rank + turn
+        wanted = torch.stack([torch.arange(count) + 1000.0 * r + turn for r in range(size)])
+        if turn % 3 == 0:
+            first = group.gather_first(mine)
+            good = first is None or torch.equal(first, wanted)
+        elif turn % 3 == 1:
+            good = torch.equal(group.gather(mine), wanted)
+        else:
+            group.add(mine)
+            good = torch.equal(mine, wanted.sum(0))
+        if not good:
+            return False
+    return True
