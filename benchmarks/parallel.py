@@ -108,7 +108,8 @@ def measure(runner: ModelRunner, plan: StepPlan, seconds: float) -> dict[str, An
     for _ in range(2):
         runner.execute(plan)
     traffic = runner.traffic if isinstance(runner, ParallelRunner) else Traffic()
-    exchanged, sent, took = traffic.seconds, wire_bytes(), []
+    took: list[float] = []
+    exchanged, sent = traffic.seconds, wire_bytes()
     while sum(took) < seconds:
         took.append(runner.execute(plan).elapsed_s)
     step_s = statistics.median(took)
