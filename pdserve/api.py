@@ -163,3 +163,21 @@ class Explanation:
     age_s: float = 0.0
     total_s: float = 0.0
     ledger: Ledger = _NO_LEDGER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertReport:
+    """Loads and homes of one worker's experts. The fields are those of a snapshot (docs/placement.md).
+
+    layers: the model's numbers of the layers that have experts. loads: by such layer and expert, tokens of a
+    decayed window. homes: by layer and expert, its (slot, share) pairs.
+    """
+
+    name: str
+    layers: tuple[int, ...] = ()
+    loads: tuple[tuple[float, ...], ...] = ()
+    nodes: int = 1
+    ranks_per_node: int = 1
+    lost_ranks: tuple[int, ...] = ()
+    slots_per_rank: int = 0
+    homes: tuple[tuple[tuple[tuple[int, float], ...], ...], ...] = ()

@@ -16,6 +16,7 @@ from pdserve.rpc.convert import (
     Heartbeat,
     Leave,
     Register,
+    expert_report_to_pb,
     explanation_to_pb,
     fleet_status_to_pb,
     generate_from_pb,
@@ -26,6 +27,7 @@ from pdserve.rpc.convert import (
     stream_event_to_pb,
 )
 from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from router.experts import ask_experts
 from router.hub import Hub
 from router.roster import Roster
 
@@ -73,6 +75,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if not request.request_id:
             raise InvalidRequest.field("request_id", "is empty; send the id of the request to explain.")
         return explanation_to_pb(await self._hub.explain(request.request_id))
+
+    async def GetExperts(
+        self, request: inference_pb2.GetExpertsRequest, context: Context
+    ) -> inference_pb2.GetExpertsResponse:
+        reports = await ask_experts(self._hub.roster, request.worker_id)
+        return inference_pb2.GetExpertsResponse(reports=[expert_report_to_pb(report) for report in reports])
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):

@@ -6,6 +6,7 @@ As a table, as JSON, and as a heat map in a file. What lives here shows; plannin
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdserve.cli.heatmap import Panel, heat_map
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, UnsupportedFeature
 from pdserve.parallel.expert_snapshot import ExpertSnapshot, snapshot_from_json, snapshot_to_json
 from pdserve.parallel.placement import GOOD, LayerResult, Plan, Policy, plan
 from pdserve.parallel.placement_table import Home, Topology
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from pdserve.cli.connection import Router
 
 MAX_SNAPSHOT_BYTES = 256 << 20
 COLUMNS = ("layer", "tokens", "hottest expert", "its load", "ranks now", "after", "to copy")
@@ -49,6 +52,15 @@ def read_snapshot(path: Path) -> ExpertSnapshot:
     except (ValueError, RecursionError):
         raise ConfigError("from: the file is not JSON") from None
     return snapshot_from_json(data)
+
+
+def ask(router: Router, worker: str) -> list[ExpertSnapshot]:
+    """Snapshots of live workers. Raises PdserveError; UnsupportedFeature where no worker has experts."""
+    with router.client() as client:
+        reports = client.get_experts(worker)
+    if not reports:
+        raise UnsupportedFeature("The model that is served has no experts.")
+    return [snapshot_from_json(dataclasses.asdict(report)) for report in reports]
 
 
 def run(snapshots: Sequence[ExpertSnapshot], wish: Wish, plot: Path | None, as_json: bool) -> None:

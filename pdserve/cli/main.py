@@ -236,8 +236,11 @@ def explain(
 @app.command()
 def experts(
     source: Annotated[
-        Path, typer.Option("--from", metavar="FILE", help="Snapshot of expert loads (JSON).", dir_okay=False)
-    ],
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Read a snapshot (JSON), ask nobody.", dir_okay=False),
+    ] = None,
+    address: Address = "127.0.0.1:50051",
+    worker: Annotated[str, typer.Option(metavar="ID", help="Ask this worker only.")] = "",
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Write the heat map there.", dir_okay=False)
     ] = None,
@@ -251,16 +254,24 @@ def experts(
         bool, typer.Option("--even-shares", help="Replicas of an expert share equally.")
     ] = False,
     as_json: AsJson = False,
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_server_name: TlsName = "",
 ) -> None:
     """Show load by layer and expert, where experts are, and what a rebalance would gain."""
-    from pdserve.cli.experts import Wish, read_snapshot, run
+    from pdserve.cli.experts import Wish, ask, read_snapshot, run
     from pdserve.parallel.placement import Policy
 
     wish = Wish(
         policy=Policy(by_node=by_node, num_groups=groups, even_shares=even_shares),
         num_nodes=nodes, ranks_per_node=ranks_per_node, slots=slots, layer=layer,
     )  # fmt: skip
-    run([read_snapshot(source)], wish, plot, as_json)
+    if source is not None:
+        snapshots = [read_snapshot(source)]
+    else:
+        snapshots = ask(_router_at(address, tls_ca, tls_cert, tls_key, tls_server_name), worker)
+    run(snapshots, wish, plot, as_json)
 
 
 @app.command()

@@ -10,6 +10,7 @@ gRPC is loaded with the first client, so that importing this costs nothing.
 from pdserve.api import (
     ChatMessage,
     Chunk,
+    ExpertReport,
     Explanation,
     FleetStatus,
     ModelInfo,
@@ -30,6 +31,7 @@ __all__ = [
     "ChatMessage",
     "Chunk",
     "Client",
+    "ExpertReport",
     "Explanation",
     "FinishReason",
     "FleetStatus",

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pdserve.api import Chunk, Explanation, FleetStatus, ModelInfo
+from pdserve.api import Chunk, ExpertReport, Explanation, FleetStatus, ModelInfo
 from pdserve.client.connect import TlsOptions, connections
 from pdserve.client.request import (
     CONTROL_TIMEOUT_S,
@@ -92,6 +92,14 @@ class AsyncClient:
 
         call = self._stub.Explain(ExplainRequest(request_id=request_id), timeout=CONTROL_TIMEOUT_S)
         return explanation_from_pb(await _checked(call))
+
+    async def get_experts(self, worker_id: str = "") -> tuple[ExpertReport, ...]:
+        """How much experts are used and where they lie, of one worker or all. Raises Unavailable."""
+        from pdserve.rpc.convert import expert_report_from_pb
+        from pdserve.rpc.v1.inference_pb2 import GetExpertsRequest
+
+        call = self._stub.GetExperts(GetExpertsRequest(worker_id=worker_id), timeout=CONTROL_TIMEOUT_S)
+        return tuple(expert_report_from_pb(report) for report in (await _checked(call)).reports)
 
     async def close(self) -> None:
         """Ends all calls."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pdserve.api import Chunk, Explanation, FleetStatus, ModelInfo
+from pdserve.api import Chunk, ExpertReport, Explanation, FleetStatus, ModelInfo
 from pdserve.client.connect import TlsOptions, connections
 from pdserve.client.request import (
     CONTROL_TIMEOUT_S,
@@ -97,6 +97,15 @@ class Client:
 
         request = ExplainRequest(request_id=request_id)
         return explanation_from_pb(_checked(lambda: self._stub.Explain(request, timeout=CONTROL_TIMEOUT_S)))
+
+    def get_experts(self, worker_id: str = "") -> tuple[ExpertReport, ...]:
+        """How much experts are used and where they lie, of one worker or all. Raises Unavailable."""
+        from pdserve.rpc.convert import expert_report_from_pb
+        from pdserve.rpc.v1.inference_pb2 import GetExpertsRequest
+
+        request = GetExpertsRequest(worker_id=worker_id)
+        response = _checked(lambda: self._stub.GetExperts(request, timeout=CONTROL_TIMEOUT_S))
+        return tuple(expert_report_from_pb(report) for report in response.reports)
 
     def close(self) -> None:
         """Ends all calls."""

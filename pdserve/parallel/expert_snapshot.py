@@ -82,7 +82,7 @@ def snapshot_from_json(data: object) -> ExpertSnapshot:
 
 
 def _list(value: object) -> Sequence[Sequence[Any]]:
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list | tuple) or not value:
         raise ConfigError("snapshot: loads: a list with a list of numbers for each layer is expected")
     return value
 

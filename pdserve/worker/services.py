@@ -7,6 +7,7 @@ from typing import Any
 
 from grpc.aio import ServicerContext
 
+from pdserve.api import ExpertReport
 from pdserve.errors import InvalidRequest
 from pdserve.messages import Report
 from pdserve.rpc import convert
@@ -30,14 +31,16 @@ class WorkerServicer(cluster_pb2_grpc.WorkerServiceServicer):
         state: Callable[[bool], WorkerState],
         drain: Callable[[float], Awaitable[int]],
         report: Callable[[Key], Report | None],
+        experts: Callable[[], ExpertReport],
     ) -> None:
         """state takes whether to prove the pool's integrity. drain takes a time limit in seconds and returns
-        how many are left. report: for GetRequest."""
+        how many are left. report: for GetRequest. experts: for GetWorkerExperts."""
         self._digest = bundle.digest
         self._bytes = bundle.to_bytes()
         self._state = state
         self._drain = drain
         self._report = report
+        self._experts = experts
 
     async def FetchTokenizer(  # noqa: N802
         self, request: cluster_pb2.FetchTokenizerRequest, context: Context
@@ -70,3 +73,9 @@ class WorkerServicer(cluster_pb2_grpc.WorkerServiceServicer):
     ) -> cluster_pb2.GetWorkerStatusResponse:
         """The worker's record, load and integrity."""
         return convert.worker_state_to_pb(self._state(not request.no_integrity_check))
+
+    async def GetWorkerExperts(  # noqa: N802
+        self, request: cluster_pb2.GetWorkerExpertsRequest, context: Context
+    ) -> cluster_pb2.GetWorkerExpertsResponse:
+        """Loads and homes of experts; no layers for a model without any."""
+        return cluster_pb2.GetWorkerExpertsResponse(report=convert.expert_report_to_pb(self._experts()))

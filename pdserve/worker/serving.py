@@ -24,6 +24,7 @@ from pdserve.types import Key, PeerRef, WorkerLoad, WorkerRecord
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.driver import Driver
 from pdserve.worker.engine import Engine
+from pdserve.worker.experts import ExpertWatch
 from pdserve.worker.membership import Membership
 from pdserve.worker.roles import load_roles
 from pdserve.worker.services import SERVICE, WorkerServicer
@@ -59,6 +60,7 @@ class Serving:
             tls=parts.tls,
         )
         self._server = RpcServer(options, interceptors=[FleetGuard(parts.context.secret)])
+        self._experts = _watch(engine)
         self._membership: Membership | None = None
         self.record: WorkerRecord = self._record("", {})
 
@@ -66,7 +68,10 @@ class Serving:
         """Listens, opens the data plane and dials the routers."""
         parts = self._engine.parts
         names = [name for role in self._roles for name in role.services(self._server)]
-        servicer = WorkerServicer(self._engine.model.tokenizer, self.state, self.drain, self.report)
+        servicer = WorkerServicer(
+            self._engine.model.tokenizer, self.state, self.drain, self.report,
+            lambda: self._experts.report(self._driver.loop.time()),
+        )  # fmt: skip
         cluster_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self._server.server)
         await self._server.start(*names, SERVICE)
         endpoints: dict[str, str] = {}
@@ -101,6 +106,7 @@ class Serving:
         pages, scheduler = self._engine.parts.pages, self._engine.parts.scheduler
         counts = pages.counts()
         now = self._driver.loop.time()
+        self._experts.note(now)
         stuck = self._core.busy and now - self._driver.last_step_at > STUCK_AFTER_S
         with self._driver.lock:
             ages = pages.ages(now)
@@ -170,3 +176,9 @@ class Serving:
             page_size=parts.layout.page_size,
             pid=os.getpid(),
         )
+
+
+def _watch(engine: Engine) -> ExpertWatch:
+    config, load = engine.model.config, engine.runner.expert_load
+    layers = [layer for layer in range(config.num_layers) if config.has_experts(layer)]
+    return ExpertWatch(engine.parts.context.worker_id, None if load is None else load.counts_LX, layers)

@@ -17,8 +17,9 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve.client import AsyncClient
+from pdserve.client import AsyncClient, ExpertReport
 from pdserve.clock import Clock
+from pdserve.errors import InvalidRequest
 from pdserve.messages import (
     Ended,
     Outcome,
@@ -93,6 +94,7 @@ class FakeWorker(
         self.prefill_script: PrefillScript = self.prefill
         self.ends_at: int | None = None
         self.switch_outcome = Outcome.STOPPING
+        self.experts: ExpertReport | None = None
         self._record_changes = record
         self._live: dict[Key, _Live] = {}
         self._server = RpcServer(ServerOptions())
@@ -280,6 +282,11 @@ class FakeWorker(
 
     async def GetWorkerStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
         raise NotImplementedError
+
+    async def GetWorkerExperts(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if self.experts is None:
+            raise InvalidRequest("This worker does not tell.")
+        return cluster_pb2.GetWorkerExpertsResponse(report=convert.expert_report_to_pb(self.experts))
 
 
 def refuses(reason: Refusal, times: int = 1, retry_after_s: float = 0.0) -> Callable[[FakeWorker], None]:

@@ -50,6 +50,7 @@ def pdserve(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
         (["generate"], {}, 2, "error: invalid_request: prompt: "),
         (["generate", "x", "--prompts", "y"], {}, 2, "error: config_error: prompts: "),
         (["generate", "x", "--address", "127.0.0.1:1"], {}, 1, "error: unavailable: "),
+        (["experts", "--from", "absent.json"], {}, 2, "error: config_error: from: "),
     ],
 )
 def test_exit_codes_and_one_line_errors(

@@ -1,7 +1,8 @@
 """The only place where protobuf meets dataclasses. `*_to_pb` never fails; `*_from_pb` raises InvalidRequest.
 
 values: keys, enums, sampling, usage. ledger: the latency ledger. records: workers. work: router ↔ worker.
-transfer: P ↔ D. cluster: join stream, drain, worker status. public: the client API. The package's names are
+transfer: P ↔ D. cluster: join stream, drain, worker status. public: the client API. experts: loads and
+homes. The package's names are
 re-exported here.
 """
 
@@ -21,6 +22,7 @@ from pdserve.rpc.convert.cluster import (
     worker_state_from_pb,
     worker_state_to_pb,
 )
+from pdserve.rpc.convert.experts import expert_report_from_pb, expert_report_to_pb
 from pdserve.rpc.convert.ledger import (
     ledger_from_pb,
     ledger_to_pb,
@@ -103,6 +105,8 @@ __all__ = [
     "envelope_from_pb",
     "envelope_to_pb",
     "envelopes_from_pb",
+    "expert_report_from_pb",
+    "expert_report_to_pb",
     "explanation_from_pb",
     "explanation_to_pb",
     "finish_from_pb",

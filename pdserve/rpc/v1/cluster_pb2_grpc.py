@@ -130,6 +130,11 @@ class WorkerServiceStub:
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetRequestRequest.SerializeToString,
                 response_deserializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetRequestResponse.FromString,
                 _registered_method=True)
+        self.GetWorkerExperts = channel.unary_unary(
+                '/pdserve.rpc.v1.WorkerService/GetWorkerExperts',
+                request_serializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetWorkerExpertsRequest.SerializeToString,
+                response_deserializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetWorkerExpertsResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -162,6 +167,12 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetWorkerExperts(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -184,6 +195,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetRequest,
                     request_deserializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetRequestRequest.FromString,
                     response_serializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetRequestResponse.SerializeToString,
+            ),
+            'GetWorkerExperts': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetWorkerExperts,
+                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetWorkerExpertsRequest.FromString,
+                    response_serializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetWorkerExpertsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -295,6 +311,33 @@ class WorkerService:
             '/pdserve.rpc.v1.WorkerService/GetRequest',
             pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetRequestRequest.SerializeToString,
             pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetWorkerExperts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.rpc.v1.WorkerService/GetWorkerExperts',
+            pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetWorkerExpertsRequest.SerializeToString,
+            pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetWorkerExpertsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -67,6 +67,7 @@ class WorkerServiceStub:
     GetWorkerStatus: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetWorkerStatusRequest, _cluster_pb2.GetWorkerStatusResponse]
     GetRequest: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetRequestRequest, _cluster_pb2.GetRequestResponse]
     """What the worker knows of one live key: for Explain."""
+    GetWorkerExperts: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetWorkerExpertsRequest, _cluster_pb2.GetWorkerExpertsResponse]
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -79,6 +80,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     GetWorkerStatus: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetWorkerStatusRequest, _cluster_pb2.GetWorkerStatusResponse]  # type: ignore[assignment]
     GetRequest: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetRequestRequest, _cluster_pb2.GetRequestResponse]  # type: ignore[assignment]
     """What the worker knows of one live key: for Explain."""
+    GetWorkerExperts: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetWorkerExpertsRequest, _cluster_pb2.GetWorkerExpertsResponse]  # type: ignore[assignment]
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Router or fleet → any worker."""
@@ -112,5 +114,12 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.GetRequestResponse, _abc.Awaitable[_cluster_pb2.GetRequestResponse]]:
         """What the worker knows of one live key: for Explain."""
+
+    @_abc_1.abstractmethod
+    def GetWorkerExperts(
+        self,
+        request: _cluster_pb2.GetWorkerExpertsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.GetWorkerExpertsResponse, _abc.Awaitable[_cluster_pb2.GetWorkerExpertsResponse]]: ...
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

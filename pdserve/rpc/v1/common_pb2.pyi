@@ -725,3 +725,96 @@ class WorkerRecord(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerRecord: _TypeAlias = WorkerRecord  # noqa: Y015
+
+@_typing.final
+class ExpertHomes(_message.Message):
+    """The copies of one expert: physical slots and the part of its tokens that each serves."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOTS_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        slots: _abc.Iterable[_builtins.int] | None = ...,
+        shares: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shares", b"shares", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpertHomes: _TypeAlias = ExpertHomes  # noqa: Y015
+
+@_typing.final
+class ExpertLayer(_message.Message):
+    """A layer that has experts. loads: by expert, tokens of a decayed window."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYER_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
+    HOMES_FIELD_NUMBER: _builtins.int
+    layer: _builtins.int
+    @_builtins.property
+    def loads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def homes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpertHomes]: ...
+    def __init__(
+        self,
+        *,
+        layer: _builtins.int = ...,
+        loads: _abc.Iterable[_builtins.float] | None = ...,
+        homes: _abc.Iterable[Global___ExpertHomes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["homes", b"homes", "layer", b"layer", "loads", b"loads"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpertLayer: _TypeAlias = ExpertLayer  # noqa: Y015
+
+@_typing.final
+class ExpertReport(_message.Message):
+    """Loads and homes of one worker's experts; no layers: its model has none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    RANKS_PER_NODE_FIELD_NUMBER: _builtins.int
+    LOST_RANKS_FIELD_NUMBER: _builtins.int
+    SLOTS_PER_RANK_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    nodes: _builtins.int
+    ranks_per_node: _builtins.int
+    slots_per_rank: _builtins.int
+    @_builtins.property
+    def lost_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpertLayer]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        nodes: _builtins.int = ...,
+        ranks_per_node: _builtins.int = ...,
+        lost_ranks: _abc.Iterable[_builtins.int] | None = ...,
+        slots_per_rank: _builtins.int = ...,
+        layers: _abc.Iterable[Global___ExpertLayer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "lost_ranks", b"lost_ranks", "name", b"name", "nodes", b"nodes", "ranks_per_node", b"ranks_per_node", "slots_per_rank", b"slots_per_rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpertReport: _TypeAlias = ExpertReport  # noqa: Y015

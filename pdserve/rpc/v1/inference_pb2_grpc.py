@@ -60,6 +60,11 @@ class InferenceServiceStub:
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.GetExperts = channel.unary_unary(
+                '/pdserve.rpc.v1.InferenceService/GetExperts',
+                request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetExpertsRequest.SerializeToString,
+                response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetExpertsResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -99,6 +104,13 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetExperts(self, request, context):
+        """How much each expert is used and where it lies, of workers whose model has experts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +138,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.ExplainRequest.FromString,
                     response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.ExplainResponse.SerializeToString,
+            ),
+            'GetExperts': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetExperts,
+                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetExpertsRequest.FromString,
+                    response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetExpertsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -264,6 +281,33 @@ class InferenceService:
             '/pdserve.rpc.v1.InferenceService/Explain',
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetExperts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.rpc.v1.InferenceService/GetExperts',
+            pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetExpertsRequest.SerializeToString,
+            pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetExpertsResponse.FromString,
             options,
             channel_credentials,
             insecure,

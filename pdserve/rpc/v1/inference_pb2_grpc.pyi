@@ -41,6 +41,8 @@ class InferenceServiceStub:
     GetStatus: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetStatusRequest, _inference_pb2.GetStatusResponse]
     Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]
     """Where one request's time went, or what it waits for now. Of the last 1,000 requests of the same tenant."""
+    GetExperts: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetExpertsRequest, _inference_pb2.GetExpertsResponse]
+    """How much each expert is used and where it lies, of workers whose model has experts."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -55,6 +57,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     GetStatus: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetStatusRequest, _inference_pb2.GetStatusResponse]  # type: ignore[assignment]
     Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]  # type: ignore[assignment]
     """Where one request's time went, or what it waits for now. Of the last 1,000 requests of the same tenant."""
+    GetExperts: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetExpertsRequest, _inference_pb2.GetExpertsResponse]  # type: ignore[assignment]
+    """How much each expert is used and where it lies, of workers whose model has experts."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """What clients speak. Served by the router."""
@@ -96,5 +100,13 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ExplainResponse, _abc.Awaitable[_inference_pb2.ExplainResponse]]:
         """Where one request's time went, or what it waits for now. Of the last 1,000 requests of the same tenant."""
+
+    @_abc_1.abstractmethod
+    def GetExperts(
+        self,
+        request: _inference_pb2.GetExpertsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.GetExpertsResponse, _abc.Awaitable[_inference_pb2.GetExpertsResponse]]:
+        """How much each expert is used and where it lies, of workers whose model has experts."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,46 @@
+"""Loads and homes of experts, from worker to router to client."""
+
+from __future__ import annotations
+
+from pdserve.api import ExpertReport
+from pdserve.errors import InvalidRequest
+from pdserve.rpc.v1 import common_pb2 as pb
+
+
+def expert_report_to_pb(value: ExpertReport) -> pb.ExpertReport:
+    layers = [
+        pb.ExpertLayer(
+            layer=layer,
+            loads=loads,
+            homes=[pb.ExpertHomes(slots=[s for s, _ in h], shares=[x for _, x in h]) for h in homes],
+        )
+        for layer, loads, homes in zip(value.layers, value.loads, value.homes, strict=True)
+    ]
+    return pb.ExpertReport(
+        name=value.name,
+        nodes=value.nodes,
+        ranks_per_node=value.ranks_per_node,
+        lost_ranks=value.lost_ranks,
+        slots_per_rank=value.slots_per_rank,
+        layers=layers,
+    )
+
+
+def expert_report_from_pb(message: pb.ExpertReport) -> ExpertReport:
+    """Raises InvalidRequest for copies without a share. Whether numbers make sense is the reader's check."""
+    return ExpertReport(
+        name=message.name,
+        layers=tuple(layer.layer for layer in message.layers),
+        loads=tuple(tuple(layer.loads) for layer in message.layers),
+        nodes=message.nodes,
+        ranks_per_node=message.ranks_per_node,
+        lost_ranks=tuple(message.lost_ranks),
+        slots_per_rank=message.slots_per_rank,
+        homes=tuple(tuple(_homes(homes) for homes in layer.homes) for layer in message.layers),
+    )
+
+
+def _homes(message: pb.ExpertHomes) -> tuple[tuple[int, float], ...]:
+    if len(message.slots) != len(message.shares):
+        raise InvalidRequest.field("homes", "has slots without shares")
+    return tuple(zip(message.slots, message.shares, strict=True))

@@ -1,0 +1,70 @@
+"""A worker's experts: the decayed window of their loads, and where they lie.
+
+What lives here: what GetWorkerExperts tells. What does not: counting (`pdserve.layers.moe`), planning
+(`pdserve.parallel.placement`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pdserve.api import ExpertReport
+from pdserve.parallel.expert_loads import LoadWindow
+
+HALF_LIFE_S = 60.0
+"""A token counts half after a minute: long against a request, short against a day's drift."""
+EVERY_S = 1.0
+"""Counts enter the window so often at most."""
+
+
+class Counts(Protocol):
+    """Tokens by layer and expert since the start, such as `ExpertLoad.counts_LX`."""
+
+    def tolist(self) -> list[list[int]]:
+        """A row for each layer of the model."""
+        ...
+
+
+class ExpertWatch:
+    """Belongs to the control thread; counts may be a moment old. layers: the model's with experts."""
+
+    def __init__(self, name: str, counts: Counts | None, layers: Sequence[int]) -> None:
+        """counts: None for a model without experts."""
+        self._name, self._counts = name, counts
+        self._layers = tuple(layers) if counts is not None else ()
+        self._seen = self._read()
+        self._noted_at = float("-inf")
+        width = len(self._seen[0]) if self._seen else 0
+        self._window = LoadWindow(len(self._layers), width, HALF_LIFE_S) if width else None
+
+    def note(self, now: float) -> None:
+        """Takes what has been counted since the last time into the window. now: monotonic seconds."""
+        if self._window is None or now < self._noted_at + EVERY_S:
+            return
+        self._noted_at = now
+        counts = self._read()
+        for number, (row, seen) in enumerate(zip(counts, self._seen, strict=True)):
+            self._window.add(number, [max(0, c - s) for c, s in zip(row, seen, strict=True)], now)
+        self._seen = counts
+
+    def report(self, now: float) -> ExpertReport:
+        """Loads of the window, at most EVERY_S old. All experts are on this one rank, in order."""
+        self.note(now)
+        if self._window is None:
+            return ExpertReport(name=self._name)
+        width = len(self._seen[0])
+        homes = tuple(((slot, 1.0),) for slot in range(width))
+        return ExpertReport(
+            name=self._name,
+            layers=self._layers,
+            loads=self._window.loads(now),
+            slots_per_rank=width,
+            homes=(homes,) * len(self._layers),
+        )
+
+    def _read(self) -> list[list[int]]:
+        if self._counts is None:
+            return []
+        rows = self._counts.tolist()
+        return [rows[layer] for layer in self._layers]
