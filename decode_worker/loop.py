@@ -249,10 +249,14 @@ class DecodeRole:
             out += self._renew(now)
         return out + self._pulls.tick(now)
 
-    def rest(self) -> bool:
+    @property
+    def put_off(self) -> bool:
+        """See Role."""
+        return self._sequences.put_off
+
+    def rest(self) -> None:
         """Offers pages of requests that began to run to the prefix cache."""
         self._sequences.rest()
-        return False
 
     # -- inside -----------------------------------------------------------------------------------------
 

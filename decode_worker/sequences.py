@@ -35,7 +35,7 @@ class Sequences:
         self._ctx = ctx
         self._pages = pages
         self._scheduler = scheduler
-        self._put_off: list[tuple[Entry, int]] = []
+        self._unpublished: list[tuple[Entry, int]] = []
 
     def go_on(self, entry: Entry, finish: Finish) -> None:
         """Every prompt page is verified: publishes the full ones, and decodes from the token after the first
@@ -47,15 +47,20 @@ class Sequences:
             return
         known = (*tokens, finish.token_id)
         self._scheduler.submit(self._spec(entry, known, num_computed=len(tokens), num_shared=shared))
-        self._put_off.append((entry, shared))  # its next token is waited for, the cache is not
+        self._unpublished.append((entry, shared))  # its next token is waited for, the cache is not
+
+    @property
+    def put_off(self) -> bool:
+        """Whether there is something to publish."""
+        return bool(self._unpublished)
 
     def rest(self) -> None:
         """Publishes what `go_on` did not, if its sequence still has these pages."""
-        for entry, shared in self._put_off:
+        for entry, shared in self._unpublished:
             pages = self._scheduler.pages_of(seq_id_of(entry.session.key))
             if pages[:shared] == entry.held.pages[:shared]:
                 self._publish(entry, shared)
-        self._put_off.clear()
+        self._unpublished.clear()
 
     def prefill(self, entry: Entry, verified_pages: int) -> None:
         """Computes the prompt here, after its first `verified_pages` pages."""

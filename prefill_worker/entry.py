@@ -10,7 +10,14 @@ from kvtransfer.session.prefill_events import PEvent
 from kvtransfer.stamps import ComputeLog
 from pdserve.messages import Announce, Finish, PrefillRequest, Report, TransferMessage
 from pdserve.sched.plan import PageReady, SeqKind, SeqSpec, TokenSampled
-from pdserve.types import Ledger
+from pdserve.types import Key, Ledger
+
+PREFIX = "P:"
+
+
+def seq_id_of(key: Key) -> str:
+    """The scheduler's name of a key's sequence."""
+    return f"{PREFIX}{key}"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -56,12 +56,16 @@ class Holds:
         """A sequence's own hold on its pages goes at `rest` only: messages come first."""
         self._put_off.append(Holder(HolderKind.REQUEST, seq_id))
 
-    def rest(self) -> bool:
-        """Drops what was put off; whether there was anything."""
-        holders, self._put_off = self._put_off, []
-        for holder in holders:
+    @property
+    def num_put_off(self) -> int:
+        """Holders that `rest` will drop."""
+        return len(self._put_off)
+
+    def rest(self) -> None:
+        """Drops what was put off."""
+        for holder in self._put_off:
             self._pages.drop_all(holder)
-        return bool(holders)
+        self._put_off.clear()
 
     def digested(self, index: int, page: PageName, digest: bytes) -> bool:
         """Records a digest. False: the page went on to somebody else while it was read."""

@@ -49,11 +49,9 @@ from pdserve.sched.plan import (
 )
 from pdserve.sched.scheduler import StepScheduler
 from pdserve.types import Key, PageName
-from prefill_worker.entry import Entry, sequence
+from prefill_worker.entry import PREFIX, Entry, seq_id_of, sequence
 from prefill_worker.holds import Holds
 from prefill_worker.replies import LOST, MISMATCH, compute, mismatch, never_started, refused, to_peer
-
-PREFIX = "P:"
 
 
 class PrefillRole:
@@ -222,9 +220,12 @@ class PrefillRole:
         due = [e for e in self._entries.values() if e.session.next_timer() <= now]
         return [effect for entry in due for effect in self._run(entry, table.Tick(), now)]
 
-    def rest(self) -> bool:
-        """Drops the pages of prompts whose last messages are out."""
-        return self._holds.rest()
+    @property
+    def put_off(self) -> bool:
+        return self._holds.num_put_off > 0
+
+    def rest(self) -> None:
+        self._holds.rest()
 
     # -- inside -----------------------------------------------------------------------------------------
 
@@ -244,7 +245,7 @@ class PrefillRole:
             session=session, peer=peer, peer_incarnation=incarnation, ticket_until=facts.prefill_expires,
             request_hash=facts.request_hash,
         )  # fmt: skip
-        self._live[key.request_id] = self._entries[key] = self._by_seq[_seq_id(key)] = entry
+        self._live[key.request_id] = self._entries[key] = self._by_seq[seq_id_of(key)] = entry
         return entry
 
     def _attach(self, entry: Entry, call: PrefillRequest, now: float) -> None:
@@ -349,9 +350,9 @@ class PrefillRole:
             case table.PDrop():
                 self._holds.drop(key, effect.page)
             case table.PDropRequest():
-                self._holds.put_off(_seq_id(key))
+                self._holds.put_off(seq_id_of(key))
             case table.PStopCompute():
-                if not self._scheduler.has(_seq_id(key)) or self._scheduler.cancel(_seq_id(key)):
+                if not self._scheduler.has(seq_id_of(key)) or self._scheduler.cancel(seq_id_of(key)):
                     entry.todo.append(table.ComputeQuiet())
             case table.PUnpublish():
                 return self._unpublish(effect.page, now)
@@ -364,7 +365,7 @@ class PrefillRole:
     def _submit(self, entry: Entry) -> list[Effect]:
         call = entry.call
         assert call is not None
-        self._scheduler.submit(sequence(call, _seq_id(call.key), entry.queued_at))
+        self._scheduler.submit(sequence(call, seq_id_of(call.key), entry.queued_at))
         return []
 
     def _unpublish(self, page: PageName, now: float) -> list[Effect]:
@@ -391,10 +392,6 @@ class PrefillRole:
         key = entry.session.key
         self.stones.put(key, outcome, entry.ticket_until)
         self._entries.pop(key, None)
-        self._by_seq.pop(_seq_id(key), None)
+        self._by_seq.pop(seq_id_of(key), None)
         if self._live.get(key.request_id) is entry:
             del self._live[key.request_id]
-
-
-def _seq_id(key: Key) -> str:
-    return f"{PREFIX}{key}"

@@ -23,6 +23,9 @@ QUARANTINE_BUDGET = 0.05
 LAST_WORDS_S = 0.5
 """Time for the last answers to leave before a drained worker ends."""
 
+REST_S = 0.002
+"""Bookkeeping that nobody waits for comes this much later: messages leave and steps begin first."""
+
 
 class Role(Protocol):
     """What the core needs of a role; its own inputs (Reserve, Prefill, …) are called on the role itself."""
@@ -38,6 +41,11 @@ class Role(Protocol):
     @property
     def num_active(self) -> int:
         """Keys that can still make progress."""
+        ...
+
+    @property
+    def put_off(self) -> bool:
+        """Whether there is something for `rest` to do."""
         ...
 
     @property
@@ -73,8 +81,8 @@ class Role(Protocol):
         """When tick is due next; infinity if never."""
         ...
 
-    def rest(self) -> bool:
-        """Does what it put off; see WorkerCore. Whether pages became available by it."""
+    def rest(self) -> None:
+        """Does what it put off: bookkeeping that nobody waits for; see REST_S."""
         ...
 
 
@@ -102,6 +110,7 @@ class WorkerCore:
         self._running: StepPlan | None = None
         self._step_at = float("-inf")
         self._resume_at = float("inf")
+        self._rest_at = float("inf")
 
     @property
     def idle(self) -> bool:
@@ -153,6 +162,7 @@ class WorkerCore:
         return [] if self.retired else self._settle(effects, now)
 
     def _settle(self, effects: list[Effect], now: float) -> list[Effect]:
+        self._rest(now)
         if self.pages.num_quarantined > self._num_quarantined:
             self._num_quarantined = self.pages.num_quarantined
             effects = effects + [effect for role in self._roles for effect in role.pool_shrunk(now)]
@@ -164,6 +174,14 @@ class WorkerCore:
                 self._step_at = now
                 out.insert(0, RunStep(plan=self._running))  # compute first: the rest goes on beside it
         return self._wear_out(now) or self._generations() + out
+
+    def _rest(self, now: float) -> None:
+        """Lets the roles do what they put off before; what they put off just now gets its time."""
+        if now >= self._rest_at:
+            for role in self._roles:
+                role.rest()
+        put_off = any(role.put_off for role in self._roles)
+        self._rest_at = min(self._rest_at, now + REST_S) if put_off else float("inf")
 
     def _over(self, now: float) -> bool:
         """Whether we were silent for too long: others have given us up by now (protocol.md §3)."""
@@ -224,18 +242,18 @@ class WorkerCore:
             return self._gap_found()
         return self.settle([effect for role in self._roles for effect in role.tick(now)], now)
 
-    def rest(self, now: float) -> list[Effect]:
-        """Call it when the effects of an input are carried out, before the next input: bookkeeping that was
-        put off, so that steps begin and messages leave first."""
-        more = [role.rest() for role in self._roles]  # of all roles
-        return self.settle([], now) if any(more) else []
-
     def next_timer(self) -> float:
         """When tick is due next; infinity if never. Often enough that idleness is no gap."""
         if self.retired:
             return float("inf")
         alive = (self._last_at or 0.0) + self._max_gap_s / 4
-        return min(self._resume_at, self._quiet_at, alive, *(role.next_timer() for role in self._roles))
+        return min(
+            self._resume_at,
+            self._quiet_at,
+            self._rest_at,
+            alive,
+            *(role.next_timer() for role in self._roles),
+        )
 
     def report(self, key: Key, now: float) -> Report | None:
         """What is known of a live key; None if it does not live here."""

@@ -111,16 +111,13 @@ class Driver:
             await self._changed.wait()
 
     def _apply(self, make: Input) -> None:
-        assert self.core is not None
         now = self.loop.time()
         try:
             with self.lock:
                 self.parts.pages.touch_time(now)
                 effects = make(now)
-            self._carry_out(effects)
-            with self.lock:
-                effects = self.core.rest(now)
-            self._carry_out(effects)
+            for effect in effects:
+                self._handlers[type(effect)](effect)
         except Exception as error:
             # The core's state can not be trusted any more: this incarnation ends (S1 before L1).
             log.critical("the worker's core failed", exc_info=error)
@@ -128,10 +125,6 @@ class Driver:
             raise
         self._changed.set()
         self._arm(now)
-
-    def _carry_out(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            self._handlers[type(effect)](effect)
 
     def _arm(self, now: float) -> None:
         assert self.core is not None

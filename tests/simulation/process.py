@@ -168,10 +168,6 @@ class Process:
         self.fleet.judge.settled(self)
         for effect in effects:
             self._do(effect)
-        with self.fleet.judge.engine(self):
-            effects = self.core.rest(now)
-        for effect in effects:
-            self._do(effect)
         self.fleet.judge.after_input(self)
         self._arm(now)
 

@@ -12,6 +12,7 @@ from kvtransfer.session.prefill import PState
 from pdserve.kvcache.allocator import Holder, HolderKind
 from pdserve.messages import Abort, Commit, Grant, Outcome, Refusal, Renew
 from pdserve.sched.plan import StepResult
+from pdserve.worker.core import REST_S
 from tests.unit.role_kit import P2, D, Decode, L, P, Prefill, key, of, prefill_call, reserve_call
 
 WANT = (0, 1, 2, 3)
@@ -157,7 +158,7 @@ def test_guard_3_a_superseded_key_that_still_computes_is_not_taken_up_again() ->
     assert outcome_of(prefill.said(grant(0)), "Abort") == [Outcome.SUPERSEDED]
     assert [e.session.state for e in prefill.role._entries.values()] == [PState.CLOSING]
     prefill.core.step_done(StepResult(step_id=step.plan.step_id, tokens={}), 0.0)
-    prefill.core.rest(0.0)
+    prefill.core.tick(REST_S)
     assert prefill.core.idle
 
 

@@ -10,6 +10,7 @@ from pdserve.kvcache.allocator import CACHE, Holder, HolderKind
 from pdserve.messages import Grant
 from pdserve.sched.plan import StepPlan, StepResult
 from pdserve.types import HandoverMode
+from pdserve.worker.core import REST_S
 from tests.unit.role_kit import SIZE, Decode, Prefill, digest, key, of, prefill_call, prompt, reserve_call
 
 PAGES = -(-len(prompt()) // SIZE)
@@ -61,7 +62,7 @@ def test_the_prompts_own_hold_goes_when_its_messages_are_out() -> None:
         prefill.role.digested(key(), index, name, digest(index), 0.0)
     assert of(ended(prefill, plan), "Finish")
     assert prefill.pages.pages_of(mine) == pages
-    prefill.core.rest(0.0)
+    prefill.core.tick(REST_S)
     assert prefill.pages.pages_of(mine) == ()
 
 
@@ -82,9 +83,10 @@ def cached(decode: Decode) -> int:
 def test_pages_are_offered_to_the_cache_once_the_first_step_is_out() -> None:
     decode = handed_over()
     assert cached(decode) == 0
-    assert decode.core.rest(0.0) == []
+    assert 0.0 < decode.core.next_timer() <= REST_S
+    decode.core.tick(REST_S)
     assert cached(decode) == len(prompt()) // SIZE
-    decode.core.rest(0.0)
+    decode.core.tick(REST_S)
     assert decode.core.check_integrity() == ""
 
 
@@ -94,7 +96,7 @@ def test_pages_that_went_meanwhile_are_not_offered() -> None:
     assert entry.session.state is DState.RUNNING
     decode.pages.drop_all(Holder(HolderKind.REQUEST, "D:" + str(key())))
     decode.scheduler._roster.remove(decode.scheduler._roster.get("D:" + str(key())))  # as a preemption does
-    decode.core.rest(0.0)
+    decode.core.tick(REST_S)
     assert cached(decode) == 0
     assert decode.core.check_integrity() == ""
 
@@ -105,4 +107,4 @@ def test_a_request_that_decode_computes_itself_is_not_touched_by_this() -> None:
     assert of(decode.core.settle([], 0.0), "RunStep")
     (entry,) = decode.role._entries.values()
     assert entry.held.mode is HandoverMode.LOCAL
-    assert decode.core.rest(0.0) == []
+    assert not decode.role.put_off
