@@ -12,11 +12,11 @@ of heads(r) x page_size x head_dim elements: [stored layer, part, inner order].
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvtransfer.plan.order import Part, parse_order
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+from pdserve.kvcache.layout import DTYPE_BYTES, PageLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,23 @@ class ReplicaLayout:
         self._check_ranks()
         for part in self.parts:
             self._check_part(part)
+
+    @classmethod
+    def of(
+        cls, pages: PageLayout, ranks: Iterable[range], layers: Iterable[LayerKind] | None = None
+    ) -> ReplicaLayout:
+        """The layout of a replica. pages: as if one rank had all heads. ranks: the KV heads of each. layers:
+        None is full attention everywhere, each layer with KV of its own."""
+        latent = any(part.of_all_heads for part in parse_order(pages.inner))
+        return cls(
+            page_size=pages.page_size,
+            head_dim=pages.head_dim * (2 if latent else 1),  # a latent row lies where K and V would
+            num_kv_heads=pages.num_kv_heads,
+            dtype=pages.dtype,
+            inner=pages.inner,
+            layers=(FULL,) * pages.num_layers if layers is None else tuple(layers),
+            ranks=tuple((heads,) for heads in ranks),
+        )
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -128,6 +145,8 @@ class ReplicaLayout:
             raise ValueError(f"the ranks must hold KV heads 0 to {self.num_kv_heads - 1}, all and no others")
 
     def _check_part(self, part: Part) -> None:
+        if part.of_all_heads and self.num_kv_heads != 1:
+            raise ValueError(f"{self.inner!r} has rows of all heads, so num_kv_heads must be 1")
         for rank in range(len(self.ranks)):
             for axis, size in self.sizes(rank).items():
                 if size % part.tile(axis):

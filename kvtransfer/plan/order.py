@@ -3,8 +3,9 @@ table row.
 
 What lives here: reading a tag, and the strides that follow from it. What does not: what a page is made of
 (`layout`). A tag names the parts of a layer in the order in which they lie, and for each part its dims from
-the outermost to the innermost: h KV heads, s rows (tokens) of the page, d head dim. "d/2" walks d in steps of
-two, and a later "2" walks the two inside a step, so an axis may be cut once.
+the outermost to the innermost: h KV heads, s rows (tokens) of the page, d head dim. "d/2" walks d in steps
+of two, and a later "2" walks the two inside a step, so an axis may be cut once. A part with c in place of d
+and without h ("latent[s,c]") is a row of all heads; c is its width.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import NamedTuple
 
 AXES = ("h", "s", "d")
 PLAIN = "k[s,h,d] v[s,h,d]"
-_PART = re.compile(r"([a-z])\[([a-z0-9/,]+)\]")
-_DIM = re.compile(r"([hsd])(?:/([1-9][0-9]{0,3}))?|([1-9][0-9]{0,3})")
+_PART = re.compile(r"([a-z]+)\[([a-z0-9/,]+)\]")
+_DIM = re.compile(r"([hsdc])(?:/([1-9][0-9]{0,3}))?|([1-9][0-9]{0,3})")
 
 
 class Dim(NamedTuple):
@@ -38,10 +39,15 @@ class Digit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a layer. name: one letter. dims: from the outermost to the innermost."""
+    """One part of a layer. dims: from the outermost to the innermost."""
 
     name: str
     dims: tuple[Dim, ...]
+
+    @property
+    def of_all_heads(self) -> bool:
+        """Whether it has no dim for KV heads: then a rank has it once, as head 0."""
+        return all(dim.axis != "h" for dim in self.dims)
 
     def tile(self, axis: str) -> int:
         """Neighbours of an axis that stay together; its length is a multiple of it."""
@@ -70,9 +76,9 @@ def parse_order(tag: str) -> tuple[Part, ...]:
     if len(parts) != len(words) or len({part.name for part in parts}) != len(parts):
         raise ValueError(f"{tag!r} is not an inner order; an example is {PLAIN!r}")
     for part in parts:
-        named = [dim.axis for dim in part.dims if not dim.extent]
-        if sorted(named) != sorted(AXES):
-            raise ValueError(f"part {part.name!r} of {tag!r} must name h, s and d once each")
+        named = sorted(dim.axis for dim in part.dims if not dim.extent)
+        if named not in (["d", "h", "s"], ["d", "s"]):
+            raise ValueError(f"part {part.name!r} of {tag!r} must name h, s and d once each, or s and c")
     return parts
 
 
@@ -89,9 +95,10 @@ def _dims(text: str) -> Iterator[Dim]:
             cut.remove(inner)
             yield inner
             continue
-        yield Dim(match[1], 0)
+        axis = "d" if match[1] == "c" else match[1]
+        yield Dim(axis, 0)
         if match[2]:
-            cut.append(Dim(match[1], int(match[2])))
+            cut.append(Dim(axis, int(match[2])))
     if cut:
         raise ValueError(f"axis {cut[0].axis!r} is cut, but its inner dim is missing")
 

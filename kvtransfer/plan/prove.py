@@ -77,6 +77,7 @@ def arrange(elements: Numbers, part: Part) -> Numbers:
     cut = {dim.axis for dim in part.dims if dim.extent}
     order = [place[dim.axis, bool(dim.extent)] for dim in part.dims]
     order += [place[axis, True] for axis in AXES if axis not in cut]
+    order += [place["h", False]] * part.of_all_heads
     return elements.reshape(shape).transpose(order).reshape(-1)
 
 

@@ -18,6 +18,8 @@ from kvtransfer.plan.order import parse_order
 from kvtransfer.plan.prove import prove
 from kvtransfer.relay import NativeRelayout, PlainRelayout
 from pdserve.errors import Incompatible, InternalError
+from pdserve.kernels.kv_view import inner_layout
+from pdserve.kvcache.layout import PageLayout
 from pdserve.parallel.shards import shards
 from tests.support.relayout_kit import (
     KERNEL_BF16,
@@ -40,7 +42,8 @@ def copies(source: ReplicaLayout, target: ReplicaLayout) -> int:
 
 
 @pytest.mark.parametrize(
-    "tag", ["", "k", "k[h,s]", "k[h,s,d,d]", "k[h,s/2,d]", "k[h,s,d,2]", "k[h,s,d] k[h,s,d]"]
+    "tag",
+    ["", "k", "k[h,s]", "k[s,d,c]", "k[h,d]", "k[h,s,d,d]", "k[h,s/2,d]", "k[h,s,d,2]", "k[h,s,d] k[h,s,d]"],
 )
 def test_what_is_no_inner_order(tag: str) -> None:
     with pytest.raises(ValueError, match=r"order|dim|axis|name"):
@@ -56,6 +59,7 @@ def test_what_is_no_inner_order(tag: str) -> None:
         ({"layers": (LayerKind(shares=0),)}, "own"),
         ({"layers": (FULL, LayerKind(shares=2), FULL)}, "layer 1 must share"),
         ({"layers": (FULL, LayerKind(window=-1))}, "layer 1 has a negative window"),
+        ({"inner": "latent[s,c]"}, "num_kv_heads must be 1"),
         ({"ranks": ()}, "needs ranks"),
         ({"ranks": ((range(3),), ())}, "each of them a KV head"),
         ({"ranks": ((range(2), range(1, 3)),)}, "a KV head twice"),
@@ -172,6 +176,45 @@ def test_source_pages_whose_rows_the_target_has_are_not_read() -> None:
     assert wider.source_pages(32, frozenset({0})) == ((0, 0),)
     assert wider.target_pages(32, frozenset({0})) == ((0, 1),)
     assert wider.source_pages(16, frozenset({0})) == wider.target_pages(16, frozenset({0})) == ()
+
+
+def test_latent_rows_are_moved_whole() -> None:
+    """Rows [S, C] of all heads, which every rank has (kernels/latent.py)."""
+    fields = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 12, "dtype": "float32"}
+    pools = [
+        PageLayout(**fields, page_size=size, inner=inner_layout("float32", latent=True)) for size in (16, 32)
+    ]
+    plan = compile_plan(
+        ReplicaLayout.of(pools[0], [range(1)] * 2), ReplicaLayout.of(pools[1], [range(1)] * 3)
+    )
+    assert plan.source.page_bytes(0) == pools[0].page_bytes
+    assert len({copy.source[0] for copy in plan.copies}) == 1
+    rows_LTC = np.arange(2 * 32 * 24, dtype=np.float32).reshape(2, 32, 24)
+    for executor in (NativeRelayout, PlainRelayout):
+        got = blank(plan.target, 1)
+        executor(plan).execute(
+            source_pages={
+                at: memoryview(rows_LTC[:, 16 * at[1] : 16 * at[1] + 16].tobytes())
+                for at in plan.source_pages(32)
+            },
+            target_pages={at: memoryview(page).cast("B") for at, page in got.items()},
+            num_tokens=32,
+        )
+        assert all(np.array_equal(page.view(np.float32), rows_LTC.reshape(-1)) for page in got.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_replica_of_a_pools_pages(dtype: str) -> None:
+    pages = PageLayout(
+        num_layers=2, num_kv_heads=3, head_dim=4, page_size=16, dtype=dtype, inner=inner_layout(dtype)
+    )
+    one = ReplicaLayout.of(pages, [range(3)])
+    assert one == layout({"float32": "f32", "bfloat16": "bf16"}[dtype], 1, 16)
+    assert one.page_bytes(0) == pages.page_bytes
+    split = ReplicaLayout.of(pages, [range(2), range(2, 3)])
+    assert [split.page_bytes(rank) for rank in (0, 1)] == [
+        dataclasses.replace(pages, num_kv_heads=heads).page_bytes for heads in (2, 1)
+    ]
 
 
 def broken(plan: RelayoutPlan, how: str) -> RelayoutPlan:
