@@ -23,6 +23,7 @@ from pdserve.models.config import (
     architecture,
 )
 from pdserve.models.fields import Fields
+from pdserve.models.gguf_deepseek import experts_from_deepseek2, has_sigmoid, latent_from_gguf, rope_dim
 from pdserve.models.hf_config import yarn_attention_factor
 
 _NAMES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
@@ -48,8 +49,10 @@ def config_from_gguf(
     hidden = fields.integer("embedding_length", 1, MAX_WIDTH)
     heads = fields.integer("attention.head_count", 1, MAX_HEADS)
     layers = fields.integer("block_count", 1, MAX_LAYERS)
-    head_dim = _head_dim(fields, hidden, heads)
+    head_dim = rope_dim(fields) if arch.latent else _head_dim(fields, hidden, heads)
     positions = fields.integer("context_length", 1, MAX_CONTEXT)
+    rope = _rope(fields, head_dim, positions, freq_factors)
+    latent = latent_from_gguf(fields, rope) if arch.latent else None
     tokenizer = Fields(metadata, "The GGUF metadata", "tokenizer.ggml.")
     bos = tokenizer.ids("bos_token_id")
     return ModelConfig(
@@ -59,8 +62,8 @@ def config_from_gguf(
         intermediate_size=fields.integer("feed_forward_length", 1, MAX_WIDTH),
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=fields.integer("attention.head_count_kv", 1, MAX_HEADS, heads),
-        head_dim=head_dim,
+        num_kv_heads=1 if latent else fields.integer("attention.head_count_kv", 1, MAX_HEADS, heads),
+        head_dim=(latent.kv_rank + latent.rope_dim) // 2 if latent else head_dim,
         max_context=positions,
         rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon", 0, 1),
         tied_embeddings="output.weight" not in tensor_names,
@@ -69,12 +72,13 @@ def config_from_gguf(
         mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
         qk_norm=arch.qk_norm,
         windows=(0,) * layers,
-        rope=_rope(fields, head_dim, positions, freq_factors),
+        rope=rope,
         bos_token_id=bos[0] if bos else None,
         end_token_ids=tokenizer.ids("eos_token_id"),
         qk_norm_whole=arch.qk_norm_whole,
         clip_qkv=fields.number("attention.clamp_kqv", 0, 1e6) if fields.has("attention.clamp_kqv") else None,
         experts=_experts(fields, arch, layers, tensor_names),
+        latent=latent,
     )
 
 
@@ -83,6 +87,10 @@ def _architecture(name: str, fields: Fields) -> Architecture:
     experts = fields.integer("expert_count", 0, MAX_EXPERTS, 0)
     if name == "llama" and experts:
         return architecture("mixtral")
+    if name == "deepseek2":
+        return architecture("deepseek_v3" if has_sigmoid(fields) else "deepseek_v2")
+    if name in ("deepseek_v2", "deepseek_v3"):
+        raise ModelError(f"The GGUF file can not be used: {name} is not a name that GGUF has.")
     arch = architecture(_NAMES.get(name, name))
     if experts and arch.experts is None:
         raise ModelError(f"Mixture-of-experts models of architecture {name[:40]!r} are not supported.")
@@ -93,6 +101,8 @@ def _experts(
     fields: Fields, arch: Architecture, num_layers: int, tensor_names: frozenset[str]
 ) -> ExpertsConfig | None:
     """A layer has experts if its router is there; llama.cpp's loader has these defaults for widths."""
+    if arch.latent:
+        return experts_from_deepseek2(fields, num_layers)
     if arch.experts is None:
         return None
     layers = tuple(f"blk.{i}.ffn_gate_inp.weight" in tensor_names for i in range(num_layers))
@@ -164,7 +174,9 @@ def _scaled(fields: Fields, kind: str, theta: float, head_dim: int, positions: i
     attention = 1.0
     if kind == "yarn":
         extra = fields.number("rope.scaling.attn_factor", 1e-6, 100, 1.0)
-        attention = extra * yarn_attention_factor(factor)
+        # DeepSeek's factor lies on the scores alone: its mscale and mscale_all_dim cancel out here.
+        on_scores = fields.has("rope.scaling.yarn_log_multiplier")
+        attention = extra * (1.0 if on_scores else yarn_attention_factor(factor))
     return RopeConfig(
         kind=RopeKind(kind),
         theta=theta,

@@ -7,6 +7,7 @@ block formats (`dequant`), the directory (`gguf_file`).
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import torch
 
@@ -16,7 +17,7 @@ from pdserve.models.dequant import dequantise
 from pdserve.models.gguf_config import ROPE_FACTORS
 from pdserve.models.gguf_file import GGUFFile, GGUFTensor
 from pdserve.models.stacked import ExpertPart, Stacked, stack_experts
-from pdserve.models.weights import check_names
+from pdserve.models.weights import BIAS, check_names, expert_part, stored_dtype
 
 _OUTER = {
     "token_embd": "model.embed_tokens",
@@ -43,19 +44,34 @@ _INNER = {
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
 }
 _EXPERTS = {
     "mlp.experts.gate_proj.weight": ("mlp.experts.gate_up_proj", 0, 2),
     "mlp.experts.up_proj.weight": ("mlp.experts.gate_up_proj", 1, 2),
     "mlp.experts.down_proj.weight": ("mlp.experts.down_proj", 0, 1),
 }
+_K_B = ".self_attn.k_b_proj.weight"
 _VECTOR_GATE = ".shared_expert_gate.weight"
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bias)")
+_BIAS = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.exp_probs_b\.bias")
+_ONE_EXPERT = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.ffn_(gate|up|down)\.(0|[1-9][0-9]{0,3})\.weight")
 _PLAIN = re.compile(r"([a-z_]+)\.(weight|bias)")
 
 
 def hf_name(name: str) -> str:
     """Hugging Face's name of a GGUF tensor. Raises ModelError for one no supported model has."""
+    if match := _ONE_EXPERT.fullmatch(name):
+        return f"model.layers.{match[1]}.mlp.experts.{match[3]}.{match[2]}_proj.weight"
+    if match := _BIAS.fullmatch(name):
+        return f"model.layers.{match[1]}.mlp.gate.{BIAS}"
     if (match := _LAYER.fullmatch(name)) and match[2] in _INNER:
         return f"model.layers.{match[1]}.{_INNER[match[2]]}.{match[3]}"
     if (match := _PLAIN.fullmatch(name)) and match[1] in _OUTER:
@@ -64,7 +80,9 @@ def hf_name(name: str) -> str:
 
 
 def _expert_part(name: str) -> ExpertPart | None:
-    """What a tensor of all experts (under its Hugging Face name) is of the stacked weight."""
+    """What a tensor of all experts, or of one in older files, is of the stacked weight, by its name there."""
+    if (part := expert_part(name)) is not None:
+        return part
     layer, _, inner = name.partition(".mlp.")
     found = _EXPERTS.get(f"mlp.{inner}")
     if found is None:
@@ -78,18 +96,47 @@ def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, rows // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SplitKV:
+    """kv_b as newer files have it. k: [H, R, N], transposed; v: [H, V, R]."""
+
+    k: GGUFTensor
+    v: GGUFTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of kv_b: [H * (N + V), R], or of nothing where the two do not fit."""
+        if len(self.k.shape) != 3 or len(self.v.shape) != 3 or self.k.shape[:2] != self.v.shape[::2]:
+            return ()
+        return self.k.shape[0] * (self.k.shape[2] + self.v.shape[1]), self.k.shape[1]
+
+
+_Stored = GGUFTensor | Stacked[GGUFTensor] | _SplitKV
+
+
+def _join_kv(tensors: dict[str, GGUFTensor | Stacked[GGUFTensor]]) -> dict[str, _Stored]:
+    """The tensors with split kv_b under the whole one's name."""
+    joined: dict[str, _Stored] = dict(tensors)
+    for name in [n for n in tensors if n.endswith(_K_B)]:
+        value = name.replace(".k_b_proj.", ".v_b_proj.")
+        k, v = tensors[name], tensors.get(value)
+        if isinstance(k, GGUFTensor) and isinstance(v, GGUFTensor):
+            del joined[name], joined[value]
+            joined[name.replace(".k_b_proj.", ".kv_b_proj.")] = _SplitKV(k=k, v=v)
+    return joined
+
+
 def _read(
-    file: GGUFFile,
-    name: str,
-    tensor: GGUFTensor | Stacked[GGUFTensor],
-    config: ModelConfig,
-    dtype: torch.dtype,
+    file: GGUFFile, name: str, tensor: _Stored, config: ModelConfig, dtype: torch.dtype
 ) -> torch.Tensor:
     def plain(t: GGUFTensor) -> torch.Tensor:
         return dequantise(file.read(t), t.kind, t.shape, dtype)
 
     if isinstance(tensor, Stacked):
         return tensor.read(plain, dtype)
+    if isinstance(tensor, _SplitKV):
+        both = torch.cat([plain(tensor.k).transpose(1, 2), plain(tensor.v)], dim=1)
+        return both.reshape(tensor.shape)
     weight = plain(tensor)
     if name.endswith(_VECTOR_GATE):
         return weight.view(1, -1)
@@ -102,7 +149,7 @@ def _read(
     return weight
 
 
-def _shape(name: str, tensor: GGUFTensor | Stacked[GGUFTensor]) -> tuple[int, ...]:
+def _shape(name: str, tensor: _Stored) -> tuple[int, ...]:
     """llama.cpp stores the shared expert's gate as a vector."""
     vector = name.endswith(_VECTOR_GATE) and len(tensor.shape) == 1
     return (1, *tensor.shape) if vector else tensor.shape
@@ -121,6 +168,6 @@ def freq_factors(file: GGUFFile) -> tuple[float, ...]:
 def weights_from_gguf(file: GGUFFile, config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Every weight of the model in `dtype`. Raises ModelError for missing, extra or misshapen tensors."""
     tensors = {hf_name(name): t for name, t in file.tensors.items() if name != ROPE_FACTORS}
-    whole = stack_experts(tensors, _expert_part)
+    whole = _join_kv(stack_experts(tensors, _expert_part))
     check_names({name: _shape(name, t) for name, t in whole.items()}, config)
-    return {name: _read(file, name, t, config, dtype) for name, t in whole.items()}
+    return {name: _read(file, name, t, config, stored_dtype(name, dtype)) for name, t in whole.items()}

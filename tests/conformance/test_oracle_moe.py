@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from pdserve.layers.rope import RopeTable
 from pdserve.models.loader import load_model
 from pdserve.types import SamplingParams
-from tests.support import tiny_models, tiny_moe
+from tests.support import deepseek_gguf, tiny_models, tiny_moe
 from tests.support.engine_driver import EngineDriver
 
 NEW_TOKENS = 12
@@ -84,6 +86,39 @@ def test_gguf_weights_and_configuration_are_the_directory_s(name: str, tmp_path:
     assert loaded.config.clip_qkv == pytest.approx(plain.config.clip_qkv)
     for field in ("qk_norm", "qk_norm_whole", "qkv_bias", "head_dim", "num_kv_heads", "tied_embeddings"):
         assert getattr(loaded.config, field) == getattr(plain.config, field), field
+
+
+@pytest.mark.parametrize("name", ["deepseek2-lite", "deepseek2-groups-yarn", "deepseek3"])
+@pytest.mark.parametrize("split", [False, True])
+def test_deepseek_gguf_is_the_directory(name: str, split: bool, tmp_path: Path) -> None:
+    model = tiny_moe.VARIANTS[name]()
+    plain = load_model(str(tiny_models.save(model, tmp_path / "dir")), "float32")
+    loaded = load_model(str(deepseek_gguf.save(model, tmp_path / "tiny.gguf", split=split)), "float32")
+    assert set(loaded.weights) == set(plain.weights)
+    for weight, values in loaded.weights.items():
+        assert torch.equal(values, plain.weights[weight]), weight
+    ours, theirs = loaded.config, plain.config
+    assert ours.experts == theirs.experts
+    assert ours.latent is not None
+    assert theirs.latent is not None
+    assert ours.latent.scale == pytest.approx(theirs.latent.scale)
+    assert dataclasses.replace(ours.latent, scale=0) == dataclasses.replace(theirs.latent, scale=0)
+    for field in ("architecture", "head_dim", "num_kv_heads", "o_bias", "tied_embeddings"):
+        assert getattr(ours, field) == getattr(theirs, field), field
+    positions = torch.tensor([0, 1, 77, 400])
+    for a, b in zip(
+        RopeTable(ours.rope).rows(positions), RopeTable(theirs.rope).rows(positions), strict=True
+    ):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_older_gguf_files_with_one_tensor_per_expert(tmp_path: Path) -> None:
+    model = tiny_moe.mixtral()
+    plain = load_model(str(tiny_models.save(model, tmp_path / "dir")), "float32")
+    path = tiny_models.save_gguf(model, tmp_path / "old.gguf", one_by_one=True)
+    loaded = load_model(str(path), "float32")
+    for weight, values in loaded.weights.items():
+        assert torch.equal(values, plain.weights[weight]), weight
 
 
 @pytest.mark.parametrize("make", [tiny_moe.qwen2_moe, tiny_moe.deepseek_v3])

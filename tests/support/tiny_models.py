@@ -149,6 +149,21 @@ _GGUF_NAMES = {
 }
 
 
+_GGUF_NAMES |= {
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}
+
+
 def gguf_name(name: str) -> str:
     """A weight's name in GGUF."""
     stem, _, kind = name.rpartition(".")
@@ -164,7 +179,8 @@ def _permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def _metadata(writer: GGUFWriter, config: Any) -> None:
+def write_metadata(writer: GGUFWriter, config: Any) -> None:
+    """Keys that every architecture has, and a tokenizer."""
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -174,7 +190,7 @@ def _metadata(writer: GGUFWriter, config: Any) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    if getattr(config, "head_dim", None):
+    if getattr(config, "head_dim", None) and not hasattr(config, "kv_lora_rank"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     writer.add_tokenizer_model("gpt2")
@@ -199,7 +215,7 @@ def _experts_metadata(writer: GGUFWriter, config: Any) -> None:
         writer.add_clamp_kqv(config.clip_qkv)
 
 
-def _gguf_tensors(model: PreTrainedModel) -> Iterator[tuple[str, np.ndarray]]:
+def gguf_tensors(model: PreTrainedModel) -> Iterator[tuple[str, np.ndarray]]:
     """Weights as llama.cpp's converter splits them: gate and up of the experts apart, the gate a vector."""
     for name, parameter in model.named_parameters():
         weight = parameter.detach().numpy()
@@ -219,25 +235,35 @@ def save_gguf(
     path: Path,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     rope_factors: np.ndarray | None = None,
+    one_by_one: bool = False,
 ) -> Path:
-    """The model as one GGUF file, matrices stored as `kind`."""
+    """The model as one GGUF file, matrices stored as `kind`. one_by_one: experts apart, as in older files."""
     config: Any = model.config
     writer = GGUFWriter(path, GGUF_ARCHITECTURES.get(config.model_type, config.model_type))
-    _metadata(writer, config)
+    write_metadata(writer, config)
     _experts_metadata(writer, config)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors)
-    for name, weight in _gguf_tensors(model):
+    for name, weight in gguf_tensors(model):
         part = name.split(".")[-2]
         if config.model_type in ("llama", "mixtral") and part in heads:
             weight = _permuted(weight, heads[part])
         if weight.ndim == 1:
             writer.add_tensor(gguf_name(name), np.ascontiguousarray(weight))
+        elif one_by_one and weight.ndim == 3:
+            for expert, one in enumerate(weight):
+                single = gguf_name(name).replace("_exps.", f".{expert}.")
+                writer.add_tensor(single, np.ascontiguousarray(one))
         else:
             writer.add_tensor(gguf_name(name), quants.quantize(weight, kind), raw_dtype=kind)
+    finish(writer)
+    return path
+
+
+def finish(writer: GGUFWriter) -> None:
+    """Writes the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path

@@ -112,6 +112,51 @@ def test_factors_as_llama_cpp_derives_them_are_llama3_scaling() -> None:
     assert_same_rope(read(factors=tuple(factors)), llama3)
 
 
+DEEPSEEK: dict[str, Any] = {
+    "rope.dimension_count": 8,
+    "attention.key_length": 20,
+    "attention.value_length": 12,
+    "attention.kv_lora_rank": 24,
+    "expert_count": 8,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 40,
+    "leading_dense_block_count": 1,
+}
+
+
+def read_deepseek(**changes: Any) -> ModelConfig:
+    shared = {k.removeprefix("llama."): v for k, v in LLAMA.items() if k.startswith("llama.")}
+    other = {k: v for k, v in LLAMA.items() if not k.startswith(("llama.", "general."))}
+    keys = {**shared, **DEEPSEEK, **{k.replace("__", "."): v for k, v in changes.items()}}
+    named = {f"deepseek2.{k}": v for k, v in keys.items()}
+    return config_from_gguf({**other, **named, "general.architecture": "deepseek2"}, NAMES)
+
+
+def test_deepseek_by_its_scores() -> None:
+    plain, v3 = read_deepseek(), read_deepseek(expert_gating_func=2, expert_group_count=4)
+    assert (plain.architecture, v3.architecture) == ("deepseek_v2", "deepseek_v3")
+    assert plain.experts is not None
+    assert plain.experts.layers == (False, True)
+    assert plain.latent is not None
+    assert (plain.latent.nope_dim, plain.latent.v_dim, plain.head_dim) == (12, 12, 16)
+    assert read_deepseek(leading_dense_block_count=2).experts is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"attention__kv_lora_rank": 23}, "latent rows have an odd number"),
+        ({"attention__key_length": 8}, "key_length must be an integer from 9"),
+        ({"expert_gating_func": 3}, "expert_gating_func must be an integer from 1 to 2"),
+        ({"expert_group_count": 3}, "expert_group_count must divide the experts"),
+        ({"expert_group_count": 8, "expert_group_used_count": 1}, "and leave enough of them"),
+    ],
+)
+def test_a_deepseek_that_can_not_be_is_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        read_deepseek(**changes)
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -127,6 +172,7 @@ def test_factors_as_llama_cpp_derives_them_are_llama3_scaling() -> None:
         ({"llama__expert_count": 8}, "expert_used_count is missing"),
         ({"llama__expert_count": 8, "llama__expert_used_count": 9}, "expert_used_count must be an integer"),
         ({"llama__expert_count": 8, "llama__expert_used_count": 2}, "expert_count asks for experts"),
+        ({"general__architecture": "deepseek_v2"}, "deepseek_v2 is not a name that GGUF has"),
         ({"general__architecture": "qwen2", "qwen2__expert_count": 8}, "Mixture-of-experts models of arch"),
         ({"split__count": 3}, "one part of several"),
         ({"llama__rope__freq_base": float("nan")}, "freq_base must be a number"),
@@ -141,7 +187,7 @@ def test_what_is_not_supported_is_refused_with_a_sentence(changes: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "name", ["blk.00.attn_q.weight", "blk.1.ffn_gate.3.weight", "v.patch.weight", "", "x"]
+    "name", ["blk.00.attn_q.weight", "blk.1.ffn_gate.03.weight", "v.patch.weight", "", "x"]
 )
 def test_unknown_tensors_are_refused(name: str) -> None:
     with pytest.raises(ModelError, match="no supported model has"):
