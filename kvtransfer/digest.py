@@ -19,6 +19,7 @@ _PAGE_HEADER = struct.Struct(
     ">4sIIIQIH"
 )  # magic, first layer, last layer, shard, index, valid rows, len(layout)
 _INDEX_AND_ROWS = struct.Struct(">QI")
+_PAIR = struct.Struct(">QH")  # index, bytes of its digest
 _INDEX_AT = 16
 _PAGE_MAGIC = b"PDP2"
 _ALL_MAGIC = b"PDA1"
@@ -73,11 +74,11 @@ def digest_of_digests(pairs: Iterable[tuple[int, bytes]], record: bytes = b"") -
     """16 bytes over (index, digest) pairs, in whatever order they come, and a record that belongs to them.
     A digest is 16 bytes for each rank's part of the page. Raises ValueError for an index given twice or a
     digest of another length."""
+    ordered = sorted(pairs)
+    indices, lengths = {index for index, _ in ordered}, {len(digest) for _, digest in ordered}
+    bad = len(indices) < len(ordered) or (ordered and ordered[0][0] < 0)
+    if bad or any(not size or size % DIGEST_BYTES for size in lengths):
+        raise ValueError("page digests must be 16 bytes for each rank, one per index")
     hasher = xxhash.xxh3_128(_ALL_MAGIC + struct.pack(">Q", len(record)) + record)
-    last = -1
-    for index, digest in sorted(pairs):
-        if index <= last or not digest or len(digest) % DIGEST_BYTES:
-            raise ValueError("page digests must be 16 bytes for each rank, one per index")
-        hasher.update(struct.pack(">QH", index, len(digest)) + digest)
-        last = index
+    hasher.update(b"".join([_PAIR.pack(index, len(digest)) + digest for index, digest in ordered]))
     return bytes(hasher.digest())
