@@ -152,6 +152,10 @@ class _Guard:
 
     def __init__(self, plan: RelayoutPlan) -> None:
         self._plan = plan
+        self._sizes = [
+            [layout.page_bytes(rank) for rank in range(len(layout.ranks))]
+            for layout in (plan.source, plan.target)
+        ]
         self._known: dict[tuple[int, Held], tuple[dict[PageAt, frozenset[PageAt]], frozenset[PageAt]]] = {}
 
     def check(self, sources: Pages, targets: Pages, num_tokens: int, held: Held) -> None:
@@ -165,11 +169,10 @@ class _Guard:
                 raise InternalError(f"a re-layout lacks a target page of source (rank, page) {at}")
         if not targets.keys() <= writes:
             raise InternalError("a re-layout got target pages that its plan does not write")
-        for layout, pages in ((self._plan.source, sources), (self._plan.target, targets)):
+        for sizes, pages in ((self._sizes[0], sources), (self._sizes[1], targets)):
             for (rank, _), page in pages.items():
-                if not isinstance(page, int) and len(page) != layout.page_bytes(rank):
-                    wanted = layout.page_bytes(rank)
-                    raise InternalError(f"a page of rank {rank} has {wanted} bytes, not {len(page)}")
+                if not isinstance(page, int) and len(page) != sizes[rank]:
+                    raise InternalError(f"a page of rank {rank} has {sizes[rank]} bytes, not {len(page)}")
 
     def _learn(
         self, num_tokens: int, held: Held
