@@ -21,7 +21,8 @@ PURE_FILES = (
     *(f"prefill_worker/{name}.py" for name in ("loop", "entry", "digests", "holds", "replies")),
     *(f"decode_worker/{name}.py" for name in ("loop", "entry", "pulls", "replies", "reserve", "sequences")),
     *("kvtransfer/stamps.py", "pdserve/worker/core.py", "pdserve/fleet/supervise.py"),
-    *("pdserve/parallel/expert_loads.py", "pdserve/parallel/expert_snapshot.py"),
+    *(f"pdserve/parallel/expert_{part}.py" for part in ("loads", "snapshot")),
+    *(f"pdserve/parallel/{name}.py" for name in ("coverage", "rebalance", "rebalance_events")),
     *(f"pdserve/parallel/placement{part}.py" for part in ("", "_bound", "_pack", "_table")),
     *("pdserve/parallel/shards.py", "pdserve/ranks/plans.py"),
 )

@@ -1,0 +1,57 @@
+"""A placement while ranks are lost: who serves what is left, and what nobody serves. Pure.
+
+What lives here: the view that routing takes of a table. What does not: how tables change (`rebalance`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pdserve.errors import Unavailable
+from pdserve.parallel.placement_table import Home, Placement
+
+MAX_NAMED = 4
+"""Experts that a refusal names at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """table: as it was installed. lost: ranks that are gone since; they are never sent anything."""
+
+    table: Placement
+    lost: frozenset[int] = frozenset()
+
+    def without(self, rank: int) -> Coverage:
+        """The same with one rank more lost."""
+        return replace(self, lost=self.lost | {rank})
+
+    def homes(self, layer: int, expert: int) -> tuple[Home, ...]:
+        """Homes that are left; the shares of lost ones go to them in proportion. Empty: uncovered."""
+        left = [home for home in self.table.homes(layer, expert) if home.rank not in self.lost]
+        total = sum(home.share for home in left)
+        return tuple(replace(home, share=home.share / total if total > 0 else 1 / len(left)) for home in left)
+
+    @property
+    def uncovered(self) -> tuple[tuple[int, int], ...]:
+        """(layer, expert) of every expert that nobody has."""
+        if not self.lost:
+            return ()
+        return tuple(
+            (layer, expert)
+            for layer, experts in enumerate(self.table.layers)
+            for expert, homes in enumerate(experts)
+            if all(home.rank in self.lost for home in homes)
+        )
+
+    @property
+    def refusal(self) -> Unavailable | None:
+        """What requests are told while an expert is uncovered: any token may choose it."""
+        missing = self.uncovered
+        if not missing:
+            return None
+        named = ", ".join(f"{expert} of layer {layer}" for layer, expert in missing[:MAX_NAMED])
+        more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
+        return Unavailable(
+            f"A rank is lost and with it the only copy of expert {named}{more}; try again soon.",
+            retry_after_s=5.0,
+        )
