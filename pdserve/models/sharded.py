@@ -16,9 +16,11 @@ from pdserve.errors import ConfigError
 from pdserve.kernels.embedding import TokenTable
 from pdserve.kernels.linear import Linear, PackedLinear
 from pdserve.layers.mlp import GatedMLP
+from pdserve.layers.moe import MoE
 from pdserve.models.build import build_decoder
 from pdserve.models.config import ModelConfig
-from pdserve.models.decoder import Decoder, DecoderLayer
+from pdserve.models.decoder import Decoder, DecoderLayer, FeedForward
+from pdserve.models.sharded_experts import cut_experts, expert_slots, over_ranks
 from pdserve.parallel.group import Group
 from pdserve.parallel.linears import GatheredLinear, ReducedLinear, VocabHead, VocabTable
 from pdserve.parallel.shards import Shard, shards, split
@@ -28,8 +30,11 @@ from pdserve.parallel.weights import cut, widths
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """The rank's part as a model: its heads and columns. The vocabulary stays whole, for ids are checked.
 
-    Raises ConfigError for latent attention, whose one row per position belongs to all heads.
+    Raises ConfigError for latent attention, whose one row per position belongs to all heads, and for norms
+    over all heads together.
     """
+    if config.qk_norm_whole:
+        raise ConfigError("tp: norms over all heads together can not be divided over ranks yet")
     if config.latent is not None:
         raise ConfigError("tp: latent attention can not be divided over ranks yet")
     return dataclasses.replace(
@@ -57,12 +62,16 @@ def build_shard(
         head_dim=config.head_dim,
         outputs=outputs[group.rank] if deterministic else None,
     )
+    slots = expert_slots(config, group.size)
+    if slots:
+        own = cut_experts(own, slots[group.rank])
     decoder = build_decoder(shard_config(config, shard), own, deterministic=deterministic)
     joint = _Joint(
         heads=widths((s.heads for s in plan), config.head_dim),
         mlp=widths(s.mlp for s in plan),
         vocab=tuple(s.vocab for s in plan),
         outputs=widths(outputs),
+        slots=slots,
         deterministic=deterministic,
         group=group,
     )
@@ -71,12 +80,15 @@ def build_shard(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Joint:
-    """What the ranks have together. heads, mlp, outputs: columns by rank. vocab: rows by rank."""
+    """What the ranks have together. heads, mlp, outputs: columns by rank. vocab: rows by rank. slots: of
+    experts by rank.
+    """
 
     heads: tuple[int, ...]
     mlp: tuple[int, ...]
     outputs: tuple[int, ...]
     vocab: tuple[range, ...]
+    slots: tuple[range, ...]
     deterministic: bool
     group: Group
 
@@ -95,13 +107,17 @@ class _Joint:
         )
 
     def _layer(self, layer: DecoderLayer) -> DecoderLayer:
-        if not isinstance(layer.mlp, GatedMLP):
-            raise ConfigError("tp: this model's feed-forward layers can not be divided over ranks yet")
+        out = self._joined(layer.attention.out, self.heads)
         return dataclasses.replace(
-            layer,
-            attention=dataclasses.replace(layer.attention, out=self._joined(layer.attention.out, self.heads)),
-            mlp=dataclasses.replace(layer.mlp, down=self._joined(layer.mlp.down, self.mlp)),
+            layer, attention=dataclasses.replace(layer.attention, out=out), mlp=self._feed_forward(layer.mlp)
         )
+
+    def _feed_forward(self, mlp: FeedForward) -> FeedForward:
+        """Dense ones are divided by column; of a mixture the experts are, the shared one is everybody's."""
+        if isinstance(mlp, MoE):
+            return over_ranks(mlp, self.slots, self.group)
+        assert isinstance(mlp, GatedMLP)
+        return dataclasses.replace(mlp, down=self._joined(mlp.down, self.mlp))
 
     def _joined(self, inner: Linear, widths_in: tuple[int, ...]) -> Linear:
         assert isinstance(inner, PackedLinear)
