@@ -49,6 +49,10 @@ class ExpertMap:
         """Slots of experts, DROPPED where dropped."""
         return self._slots[experts_TC]
 
+    def counts(self, offsets_S: torch.Tensor) -> torch.Tensor:
+        """Rows by expert. offsets_S: where each slot's rows begin, and their end."""
+        return offsets_S.diff()[self.slots_X]
+
 
 class ExpertLoad:
     """Tokens by layer and expert since `reset`. Written by the compute thread, read by any (a moment late).
@@ -108,7 +112,7 @@ class LocalExperts:
         return ExpertRows(
             rows_ME=grouped_linear(hidden_MF, order.offsets_S, self.down),
             row_of_TC=order.row_of_TC,
-            counts_X=order.offsets_S.diff()[self.map.slots_X],
+            counts_X=self.map.counts(order.offsets_S),
         )
 
 
