@@ -1,4 +1,4 @@
-"""Experts with several slots: every row meets its own expert, shares hold, and results are those of one copy."""
+"""Experts with several slots: rows meet their own expert, shares hold, results are those of one copy."""
 
 from __future__ import annotations
 
