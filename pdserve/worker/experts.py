@@ -11,6 +11,7 @@ from typing import Protocol
 
 from pdserve.api import ExpertReport
 from pdserve.parallel.expert_loads import LoadWindow
+from pdserve.parallel.placement_table import Topology, contiguous
 
 HALF_LIFE_S = 60.0
 """A token counts half after a minute: long against a request, short against a day's drift."""
@@ -27,11 +28,13 @@ class Counts(Protocol):
 
 
 class ExpertWatch:
-    """Belongs to the control thread; counts may be a moment old. layers: the model's with experts."""
+    """Belongs to the control thread; counts may be a moment old. layers: the model's with experts. ranks: of
+    the worker, over which its experts lie in order (`pdserve.models.sharded_experts`).
+    """
 
-    def __init__(self, name: str, counts: Counts | None, layers: Sequence[int]) -> None:
+    def __init__(self, name: str, counts: Counts | None, layers: Sequence[int], ranks: int = 1) -> None:
         """counts: None for a model without experts."""
-        self._name, self._counts = name, counts
+        self._name, self._counts, self._ranks = name, counts, ranks
         self._layers = tuple(layers) if counts is not None else ()
         self._seen = self._read()
         self._noted_at = float("-inf")
@@ -49,17 +52,20 @@ class ExpertWatch:
         self._seen = counts
 
     def report(self, now: float) -> ExpertReport:
-        """Loads of the window, at most EVERY_S old. All experts are on this one rank, in order."""
+        """Loads of the window, at most EVERY_S old."""
         self.note(now)
         if self._window is None:
             return ExpertReport(name=self._name)
         width = len(self._seen[0])
-        homes = tuple(((slot, 1.0),) for slot in range(width))
+        slots = -(-width // self._ranks)
+        table = contiguous(1, width, Topology(num_nodes=1, ranks_per_node=self._ranks), slots)
+        homes = tuple(((home.slot, home.share),) for (home,) in table.layers[0])
         return ExpertReport(
             name=self._name,
             layers=self._layers,
             loads=self._window.loads(now),
-            slots_per_rank=width,
+            ranks_per_node=self._ranks,
+            slots_per_rank=slots,
             homes=(homes,) * len(self._layers),
         )
 

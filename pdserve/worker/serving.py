@@ -181,4 +181,5 @@ class Serving:
 def _watch(engine: Engine) -> ExpertWatch:
     config, load = engine.model.config, engine.runner.expert_load
     layers = [layer for layer in range(config.num_layers) if config.has_experts(layer)]
-    return ExpertWatch(engine.parts.context.worker_id, None if load is None else load.counts_LX, layers)
+    counts = None if load is None else load.counts_LX
+    return ExpertWatch(engine.parts.context.worker_id, counts, layers, engine.config.tp)

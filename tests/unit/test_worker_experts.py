@@ -9,12 +9,19 @@ from hypothesis import strategies as st
 
 from pdserve.api import ExpertReport
 from pdserve.errors import InvalidRequest, Unavailable
+from pdserve.models.hf_config import config_from_hf
+from pdserve.models.sharded_experts import expert_slots
 from pdserve.parallel.expert_snapshot import snapshot_from_json
 from pdserve.rpc import convert
 from pdserve.rpc.v1 import common_pb2
 from pdserve.types import Role
 from pdserve.worker.experts import EVERY_S, HALF_LIFE_S, ExpertWatch
 from tests.support.router_kit import FakeWorker, fleet
+
+MIXTRAL = {
+    "model_type": "mixtral", "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
 
 
 def report(name: str) -> ExpertReport:
@@ -85,3 +92,12 @@ async def test_the_router_asks_all_workers_or_one() -> None:
             await running.client.get_experts("nobody")
         second.experts = None  # fails when asked
         assert await running.client.get_experts() == (report("d1"),)
+
+
+def test_a_worker_of_several_ranks_tells_where_its_experts_lie() -> None:
+    """The first ranks have one more, as `split` divides them."""
+    config = config_from_hf({**MIXTRAL, "num_local_experts": 7})
+    told = ExpertWatch("w", torch.zeros(2, 7, dtype=torch.int64), [0, 1], ranks=3).report(100.0)
+    assert (told.ranks_per_node, told.slots_per_rank) == (3, 3)
+    ranks = [slot // 3 for ((slot, _),) in told.homes[0]]
+    assert ranks == [rank for rank, own in enumerate(expert_slots(config, 3)) for _ in own]
