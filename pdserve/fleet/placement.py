@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pdserve.config import WorkerConfig
@@ -19,6 +20,11 @@ def bundle(cluster_resources: dict[str, float], share: float) -> dict[str, float
     return {"CPU": RESOURCE_SHARE}
 
 
+def rank_share(share: float, num_ranks: int) -> float:
+    """One rank's part of its worker's share, in Ray's steps of 1/10,000; never so little that it is none."""
+    return max(math.floor(share / num_ranks * 10_000) / 10_000, RESOURCE_SHARE)
+
+
 def ensure_group(worker_id: str, share: float, num_ranks: int = 1) -> Any:
     """The worker's placement group: the one it had, or a new one. Outlives its creator.
 
@@ -30,7 +36,7 @@ def ensure_group(worker_id: str, share: float, num_ranks: int = 1) -> Any:
         return ray.util.get_placement_group(group_name(worker_id))
     except ValueError:
         return ray.util.placement_group(
-            [bundle(ray.cluster_resources(), share / num_ranks)] * num_ranks,
+            [bundle(ray.cluster_resources(), rank_share(share, num_ranks))] * num_ranks,
             strategy="STRICT_PACK",
             name=group_name(worker_id),
             lifetime="detached",

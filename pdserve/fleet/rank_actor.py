@@ -8,6 +8,7 @@ The leader's actor owns its ranks' actors: Ray ends them with it, as the ranks d
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -56,7 +57,8 @@ class RankOnRay:
         """See RankProcess."""
         import ray
 
-        ray.kill(self._actor, no_restart=True)
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it is gone, or Ray is
+            ray.kill(self._actor, no_restart=True)
 
 
 def launch_rank(config: RankConfig) -> RankOnRay:
