@@ -13,8 +13,10 @@ from collections.abc import Iterable, Sequence
 
 from pdserve.parallel.placement_bound import copies_by_load
 
-SWEEPS = 30
-"""Levelling ends after so many rounds over the replicated experts; it usually settles in a few."""
+SWEEPS, TRIAL_SWEEPS = 30, 6
+"""Levelling ends after so many rounds over the replicated experts; it usually settles in a few. A trial of
+the local search looks at what fewer rounds reach: the rest can only be better.
+"""
 SETTLED = 1e-4
 """Loads that differ by less than this part of the mean count as equal."""
 SWAPS, REPLICAS = 500, 8
@@ -74,39 +76,43 @@ class Draft:
         Returns the largest change of a rank's load.
         """
         hosts, load = self.hosts[expert], self.loads[expert]
-        without = {rank: self.total[rank] - self.amount[rank][expert] for rank in hosts}
+        without = [self.total[rank] - self.amount[rank][expert] for rank in hosts]
         if self.even or len(hosts) == 1:
-            water = {rank: load / len(hosts) for rank in hosts}
+            water = [load / len(hosts)] * len(hosts)
+        elif len(hosts) == 2:
+            first = min(load, max(0.0, (load + without[1] - without[0]) / 2))
+            water = [first, load - first]
         else:
-            water = _water(without, load)
+            level = _water_level(sorted(without), load)
+            water = [max(0.0, level - base) for base in without]
         change = 0.0
-        for rank in hosts:
-            change = max(change, abs(water[rank] - self.amount[rank][expert]))
-            self.amount[rank][expert] = water[rank]
-            self.total[rank] = without[rank] + water[rank]
+        for rank, base, new in zip(hosts, without, water, strict=True):
+            held = self.amount[rank]
+            change = max(change, abs(new - held[expert]))
+            held[expert] = new
+            self.total[rank] = base + new
         return change
 
-    def level_all(self) -> None:
+    def level_all(self, sweeps: int = SWEEPS) -> None:
         """Levels expert by expert until nothing moves. Each step lessens the sum of the squares of the loads,
         and the least sum of squares over shares has the least largest load too (lexicographically optimal
         bases of polymatroids, Fujishige 1980).
         """
         experts = [e for e, hosts in enumerate(self.hosts) if len(hosts) > 1]
-        for _ in range(SWEEPS):
+        for _ in range(sweeps):
             if max((self.level(expert) for expert in experts), default=0.0) <= self.small:
                 break
 
 
-def _water(without: dict[int, float], load: float) -> dict[int, float]:
-    """What each rank gets so that all that get something end at one level."""
-    order = sorted(without, key=lambda rank: (without[rank], rank))
+def _water_level(rising: Sequence[float], load: float) -> float:
+    """How high the load stands over ranks with these loads, if all that get something end at one level."""
     below, level = 0.0, 0.0
-    for count, rank in enumerate(order, 1):
-        below += without[rank]
+    for count, base in enumerate(rising, 1):
+        below += base
         level = (load + below) / count
-        if count == len(order) or level <= without[order[count]]:
+        if count == len(rising) or level <= rising[count]:
             break
-    return {rank: max(0.0, level - without[rank]) for rank in order}
+    return level
 
 
 def settle(draft: Draft) -> None:
@@ -283,12 +289,13 @@ def replica_step(draft: Draft) -> bool:
                 continue
             trial = draft.copy()
             _replace(trial, old, rank, expert)
-            trial.level_all()
+            trial.level_all(TRIAL_SWEEPS)
             if trial.largest < (best or draft).largest - draft.small:
                 best = trial
     if best is None:
         return False
     draft.amount, draft.hosts, draft.total = best.amount, best.hosts, best.total
+    draft.level_all()
     return True
 
 
