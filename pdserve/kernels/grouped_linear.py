@@ -83,12 +83,12 @@ def grouped_linear(
     assert offsets_G.shape[0] == packed.num_groups + 1
     x_MK = x_MK.contiguous()
     rows = x_MK.shape[0]
-    assert int(offsets_G[-1]) == rows
     out = torch.empty(rows, packed.num_out, dtype=torch.float32 if out_float32 else packed.dtype)
-    library().pds_grouped_linear(
+    fits = library().pds_grouped_linear(
         out.data_ptr(), x_MK.data_ptr(), packed.weights.data_ptr(), offsets_G.data_ptr(),
         packed.num_groups, rows, packed.num_out, packed.num_in, DTYPE_CODE[packed.dtype], out_float32,
     )  # fmt: skip
+    assert fits, "the offsets are not those of the rows"
     return out
 
 

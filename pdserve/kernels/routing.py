@@ -90,13 +90,12 @@ def sort_by_slot(slots_TC: torch.Tensor, num_slots: int) -> SlotOrder:
     slots_TC = slots_TC.contiguous()
     offsets_S = torch.empty(num_slots + 1, dtype=torch.int64)
     row_of_TC = torch.empty_like(slots_TC)
-    choice_of_M = torch.empty(slots_TC.numel(), dtype=torch.int64)
-    library().pds_sort_by_slot(
-        offsets_S.data_ptr(), row_of_TC.data_ptr(), choice_of_M.data_ptr(), slots_TC.data_ptr(),
-        slots_TC.numel(), num_slots,
+    token_of = torch.empty(slots_TC.numel(), dtype=torch.int64)
+    rows = library().pds_sort_by_slot(
+        offsets_S.data_ptr(), row_of_TC.data_ptr(), token_of.data_ptr(), slots_TC.data_ptr(),
+        *slots_TC.shape, num_slots,
     )  # fmt: skip
-    token_of_M = choice_of_M[: int(offsets_S[-1])] // slots_TC.shape[1]
-    return SlotOrder(offsets_S=offsets_S, row_of_TC=row_of_TC, token_of_M=token_of_M)
+    return SlotOrder(offsets_S=offsets_S, row_of_TC=row_of_TC, token_of_M=token_of[:rows])
 
 
 def sort_by_slot_reference(slots_TC: torch.Tensor, num_slots: int) -> SlotOrder:

@@ -95,6 +95,12 @@ class TestGroupedLinear:
                 alone = [linear(row[None], packed.group(g), out_float32=True) for row in rows[:20]]
                 assert torch.equal(got[bounds[g] : bounds[g] + len(alone)], torch.cat([*alone, got[:0]]))
 
+    def test_offsets_that_do_not_fit_the_rows_compute_nothing(self) -> None:
+        packed = PackedGroups.pack(torch.randn(2, 8, 8))
+        for wrong in ([0, 1, 4], [1, 2, 3], [0, 1, 2]):
+            with pytest.raises(AssertionError, match="not those of the rows"):
+                grouped_linear(torch.randn(3, 8), torch.tensor(wrong), packed)
+
     @both_dtypes
     def test_packing_and_replacing_lose_nothing(self, dtype: str) -> None:
         weights = randn(dtype, 3, 75, 131)

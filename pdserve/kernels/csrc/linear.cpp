@@ -242,12 +242,15 @@ PDS_EXPORT void pds_linear(void* out, const void* x, const void* weight, const f
     product(p, static_cast<const bf16*>(x), num_in);
 }
 
-// weight: one packed weight per group, one after the other. offsets: groups + 1, ascending, the last one `rows`.
-PDS_EXPORT void pds_grouped_linear(void* out, const void* x, const void* weight, const int64_t* offsets, int64_t groups,
-                                   int64_t rows, int64_t num_out, int64_t num_in, int dtype, int out_float) {
-    if (rows == 0) return;
+// weight: one packed weight per group, one after the other. offsets: groups + 1, ascending. Returns whether they end
+// with `rows`; otherwise nothing is computed.
+PDS_EXPORT int pds_grouped_linear(void* out, const void* x, const void* weight, const int64_t* offsets, int64_t groups,
+                                  int64_t rows, int64_t num_out, int64_t num_in, int dtype, int out_float) {
+    if (offsets[0] != 0 || offsets[groups] != rows) return 0;
+    if (rows == 0) return 1;
     Product p{nullptr, 0, static_cast<const u32*>(weight), nullptr, out, rows, num_out, num_in, out_float != 0};
-    if (dtype == kFloat32) return grouped_product(p, static_cast<const float*>(x), offsets, groups, num_in);
-    p.words = (num_in + 1) / 2 * kWordsPerStep<bf16>;
-    grouped_product(p, static_cast<const bf16*>(x), offsets, groups, num_in);
+    if (dtype == kBfloat16) p.words = (num_in + 1) / 2 * kWordsPerStep<bf16>;
+    if (dtype == kFloat32) grouped_product(p, static_cast<const float*>(x), offsets, groups, num_in);
+    else grouped_product(p, static_cast<const bf16*>(x), offsets, groups, num_in);
+    return 1;
 }

@@ -126,9 +126,10 @@ PDS_EXPORT void pds_route_top_k(int64_t* experts, float* weights, const float* l
     });
 }
 
-// offsets: num_slots + 1. row_of: per choice its sorted row, or -1. choice_of: per sorted row its choice.
-PDS_EXPORT void pds_sort_by_slot(int64_t* offsets, int64_t* row_of, int64_t* choice_of, const int64_t* slots,
-                                 int64_t choices, int64_t num_slots) {
+// offsets: num_slots + 1. row_of: per choice its sorted row, or -1. token_of: per sorted row its token. Returns rows.
+PDS_EXPORT int64_t pds_sort_by_slot(int64_t* offsets, int64_t* row_of, int64_t* token_of, const int64_t* slots,
+                                    int64_t tokens, int64_t top_k, int64_t num_slots) {
+    const int64_t choices = tokens * top_k;
     std::fill(offsets, offsets + num_slots + 1, 0);
     for (int64_t i = 0; i < choices; i++)
         if (slots[i] >= 0) offsets[slots[i] + 1]++;
@@ -137,8 +138,9 @@ PDS_EXPORT void pds_sort_by_slot(int64_t* offsets, int64_t* row_of, int64_t* cho
     next.assign(offsets, offsets + num_slots);
     for (int64_t i = 0; i < choices; i++) {
         row_of[i] = slots[i] < 0 ? -1 : next[slots[i]]++;
-        if (row_of[i] >= 0) choice_of[row_of[i]] = i;
+        if (row_of[i] >= 0) token_of[row_of[i]] = i / top_k;
     }
+    return offsets[num_slots];
 }
 
 PDS_EXPORT void pds_combine(void* out, const void* rows, const int64_t* at, const float* weights, const float* totals,
