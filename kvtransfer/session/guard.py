@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 from kvtransfer import ticket
@@ -73,6 +74,8 @@ class Tombstones:
 
     def __init__(self) -> None:
         self._by_request: dict[str, Tombstone] = {}
+        self._due: list[tuple[float, str]] = []
+        """Heap of (until, request): one for each time that a stone was put."""
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -84,6 +87,7 @@ class Tombstones:
             return
         until = max(until, old.until if old else until)
         self._by_request[key.request_id] = Tombstone(key=key, outcome=outcome, until=until)
+        heapq.heappush(self._due, (until, key.request_id))
 
     def answer(self, key: Key) -> Outcome | None:
         """The recorded answer if this key is at or below the highest one that ended, else None."""
@@ -94,8 +98,11 @@ class Tombstones:
 
     def expire(self, now: float) -> None:
         """Forgets those whose tickets are refused by now."""
-        for request_id in [r for r, s in self._by_request.items() if now >= s.until]:
-            del self._by_request[request_id]
+        while self._due and now >= self._due[0][0]:
+            _, request_id = heapq.heappop(self._due)
+            stone = self._by_request.get(request_id)
+            if stone is not None and now >= stone.until:
+                del self._by_request[request_id]
 
 
 def check_call(
