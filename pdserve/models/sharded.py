@@ -21,6 +21,7 @@ from pdserve.models.build import build_decoder
 from pdserve.models.config import ModelConfig
 from pdserve.models.decoder import Decoder, DecoderLayer, FeedForward
 from pdserve.models.sharded_experts import cut_experts, expert_slots, over_ranks
+from pdserve.models.sharded_latent import cut_latent
 from pdserve.parallel.group import Group
 from pdserve.parallel.linears import GatheredLinear, ReducedLinear, VocabHead, VocabTable
 from pdserve.parallel.shards import Shard, shards, split
@@ -30,13 +31,10 @@ from pdserve.parallel.weights import cut, widths
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """The rank's part as a model: its heads and columns. The vocabulary stays whole, for ids are checked.
 
-    Raises ConfigError for latent attention, whose one row per position belongs to all heads, and for norms
-    over all heads together.
+    Raises ConfigError for norms over all heads together.
     """
     if config.qk_norm_whole:
         raise ConfigError("tp: norms over all heads together can not be divided over ranks yet")
-    if config.latent is not None:
-        raise ConfigError("tp: latent attention can not be divided over ranks yet")
     return dataclasses.replace(
         config,
         num_heads=len(shard.heads),
@@ -56,18 +54,13 @@ def build_shard(
     """
     plan = shards(config, group.size)
     shard, outputs = plan[group.rank], split(config.hidden_size, group.size)
-    own = cut(
-        weights,
-        shard,
-        head_dim=config.head_dim,
-        outputs=outputs[group.rank] if deterministic else None,
-    )
+    own = _cut(config, weights, shard, outputs[group.rank] if deterministic else None)
     slots = expert_slots(config, group.size)
     if slots:
         own = cut_experts(own, slots[group.rank])
     decoder = build_decoder(shard_config(config, shard), own, deterministic=deterministic)
     joint = _Joint(
-        heads=widths((s.heads for s in plan), config.head_dim),
+        heads=widths((s.heads for s in plan), config.latent.v_dim if config.latent else config.head_dim),
         mlp=widths(s.mlp for s in plan),
         vocab=tuple(s.vocab for s in plan),
         outputs=widths(outputs),
@@ -76,6 +69,14 @@ def build_shard(
         group=group,
     )
     return joint.decoder(decoder)
+
+
+def _cut(
+    config: ModelConfig, weights: Mapping[str, torch.Tensor], shard: Shard, outputs: range | None
+) -> dict[str, torch.Tensor]:
+    if config.latent is not None:
+        return cut_latent(weights, config.latent, shard, outputs)
+    return cut(weights, shard, head_dim=config.head_dim, outputs=outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,12 @@ MODELS = {
     "qwen2moe": lambda: tiny_moe.qwen2_moe(mlp_only_layers=[0]),
     "qwen3moe": tiny_moe.qwen3_moe,
     "gshard": tiny_moe.mixtral,
+    "deepseek2": lambda: tiny_moe.deepseek_v2(attention_bias=True),
+    "deepseek3": tiny_moe.deepseek_v3,
 }
-"""Uneven runs of experts; a dense layer and a shared expert; norms on heads; a router with a random state."""
+"""Uneven runs of experts; a dense layer and a shared expert; norms on heads; a router with a random state;
+latent attention without and with a low rank for queries.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,19 @@ def test_ranks_compute_the_bits_of_one_device(
     for number, (tokens, logits) in enumerate(alone):
         assert np.load(tmp_path / f"logits-{number}.npy").tobytes() == logits.tobytes(), cases[number]
         assert told[0][number]["tokens"] == tokens
+
+
+def test_latent_attention_that_adds_over_ranks_stays_near(
+    cases: list[list[Any]], alone: list[tuple[Any, np.ndarray]], tmp_path: Path
+) -> None:
+    """Not deterministic: 128 roundings of float32, as for other models (test_parallel_exactness)."""
+    number = len(cases) - 2
+    (folder, dtype, _), wanted = cases[number], alone[number][1]
+    assert dtype == "float32"
+    plain = [[folder, dtype, False]]
+    run_ranks(2, "tests.support.rank_cases:same_steps", tmp_path, exchange="shm", cases=plain)
+    found = np.load(tmp_path / "logits-0.npy")
+    assert np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2)) <= 2.0**-17
 
 
 def test_upcycled_experts_over_ranks_say_what_the_dense_model_says(tmp_path: Path) -> None:

@@ -87,10 +87,10 @@ def test_deepseek_defaults_and_the_shape_of_its_pages() -> None:
     assert layout.inner != plain.inner
 
 
-def test_latent_attention_is_not_divided_over_ranks() -> None:
+def test_latent_rows_are_every_rank_s_and_heads_are_divided() -> None:
     config = read("deepseek_v3")
-    with pytest.raises(ConfigError, match="latent attention can not be divided"):
-        shard_config(config, shards(config, 1)[0])
+    own = [shard_config(config, shard) for shard in shards(config, 3)]
+    assert [(c.num_heads, c.num_kv_heads, c.head_dim) for c in own] == [(n, 1, 288) for n in (2, 1, 1)]
 
 
 def test_a_router_with_capacity_is_asked_for_by_name() -> None:
