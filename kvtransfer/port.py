@@ -80,7 +80,7 @@ class WorkerPort(Protocol):
 
     def after_step(self, hook: AfterStep) -> None:
         """Calls hook on the compute thread after each step, before anybody hears of it: its time is the next
-        step's. What it returns is an input right before the step's result."""
+        step's. What it returns is an input right before the step's result; what it raises is logged."""
         ...
 
 

@@ -169,9 +169,16 @@ class Driver:
             failed = {seq.seq_id: "the computation failed" for seq in plan.seqs}
             result = StepResult(step_id=plan.step_id, tokens={}, failed=failed)
         result = replace(result, began_s=began, ended_s=self.loop.time())
-        found = [hook(plan, result) for hook in self._after_step]
+        found = self._look_after(plan, result)
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self._step_done, result, found)
+
+    def _look_after(self, plan: StepPlan, result: StepResult) -> list[Input]:
+        try:
+            return [hook(plan, result) for hook in self._after_step]
+        except Exception:  # they save time; what they did not do is done later
+            log.exception("a hook after a step failed")
+            return []
 
     def _step_done(self, result: StepResult, found: list[Input]) -> None:
         assert self.core is not None
