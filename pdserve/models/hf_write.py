@@ -123,6 +123,8 @@ class ShardWriter:
 
     def finish(self) -> int:
         """Writes the index; returns the bytes of all weights."""
-        metadata = {"total_size": self._size_bytes}
-        write_json(self._directory / INDEX, {"metadata": metadata, "weight_map": self._weight_map})
+        metadata, index = {"total_size": self._size_bytes}, self._directory / INDEX
+        write_json(index, {"metadata": metadata, "weight_map": self._weight_map})
+        for name in set(self._weight_map.values()):  # safetensors makes its files readable by their owner only
+            (self._directory / name).chmod(index.stat().st_mode)
         return self._size_bytes

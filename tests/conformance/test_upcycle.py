@@ -108,6 +108,8 @@ def test_a_capacity_router_is_written_down_and_used(tmp_path: Path) -> None:
     moe = load_model(str(tmp_path / "moe"), "float32")
     assert moe.config.experts is not None
     assert moe.config.experts.router is RouterKind.SWITCH
+    modes = {path.stat().st_mode for path in (tmp_path / "moe").iterdir()}
+    assert len(modes) == 1, "whoever may read one file may read all"
     driver = EngineDriver(moe, num_pages=32)
     driver.submit("s", prompts_of_tiny()[0], SamplingParams(max_tokens=1))
     driver.run()
