@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdserve.cli.heatmap import Panel, heat_map
 from pdserve.errors import ConfigError, UnsupportedFeature
+from pdserve.parallel.expert_files import write_snapshot
 from pdserve.parallel.expert_snapshot import ExpertSnapshot, snapshot_from_json, snapshot_to_json
 from pdserve.parallel.placement import GOOD, LayerResult, Plan, Policy, plan
 from pdserve.parallel.placement_table import Home, Topology
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from pdserve.cli.connection import Router
 
-MAX_SNAPSHOT_BYTES = 256 << 20
 COLUMNS = ("layer", "tokens", "hottest expert", "its load", "ranks now", "after", "to copy")
 
 
@@ -39,19 +39,8 @@ class Wish:
     ranks_per_node: int = 0
     slots: int = 0
     layer: int | None = None
-
-
-def read_snapshot(path: Path) -> ExpertSnapshot:
-    """Raises ConfigError."""
-    try:
-        if path.stat().st_size > MAX_SNAPSHOT_BYTES:
-            raise ConfigError("from: the file is too large for a snapshot of expert loads")
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
-        raise ConfigError("from: the file can not be read") from None
-    except (ValueError, RecursionError):
-        raise ConfigError("from: the file is not JSON") from None
-    return snapshot_from_json(data)
+    plot: Path | None = None
+    save: Path | None = None
 
 
 def ask(router: Router, worker: str) -> list[ExpertSnapshot]:
@@ -63,16 +52,25 @@ def ask(router: Router, worker: str) -> list[ExpertSnapshot]:
     return [snapshot_from_json(dataclasses.asdict(report)) for report in reports]
 
 
-def run(snapshots: Sequence[ExpertSnapshot], wish: Wish, plot: Path | None, as_json: bool) -> None:
-    """Prints every snapshot; the picture is of the first. Raises ConfigError."""
+def run(snapshots: Sequence[ExpertSnapshot], wish: Wish, as_json: bool) -> None:
+    """Prints every snapshot; files get the first one. Raises ConfigError."""
     pairs = [(snapshot, _planned(snapshot, wish)) for snapshot in (_asked(s, wish) for s in snapshots)]
-    if plot is not None:
-        plot.write_text(picture(*pairs[0]), encoding="utf-8")
+    if wish.plot is not None:
+        wish.plot.write_text(picture(*pairs[0]), encoding="utf-8")
+    if wish.save is not None:
+        write_snapshot(_after(*pairs[0]), wish.save, "save")
     if as_json:
         print(json.dumps([_plain(*pair) for pair in pairs]))
         return
     for snapshot, planned in pairs:
         show(snapshot, planned, wish.layer)
+
+
+def _after(snapshot: ExpertSnapshot, planned: Plan) -> ExpertSnapshot:
+    """The same loads with the table of the plan."""
+    return ExpertSnapshot(
+        name=snapshot.name, layers=snapshot.layers, loads=snapshot.loads, table=planned.table
+    )
 
 
 def _asked(snapshot: ExpertSnapshot, wish: Wish) -> ExpertSnapshot:
@@ -93,9 +91,6 @@ def _planned(snapshot: ExpertSnapshot, wish: Wish) -> Plan:
 
 
 def _plain(snapshot: ExpertSnapshot, planned: Plan) -> dict[str, Any]:
-    after = ExpertSnapshot(
-        name=snapshot.name, layers=snapshot.layers, loads=snapshot.loads, table=planned.table
-    )
     layers = [
         {
             "layer": layer, "now": snapshot.table.largest(n, snapshot.loads[n]), "after": result.largest,
@@ -104,7 +99,8 @@ def _plain(snapshot: ExpertSnapshot, planned: Plan) -> dict[str, Any]:
         for n, (layer, result) in enumerate(zip(snapshot.layers, planned.layers, strict=True))
     ]  # fmt: skip
     return {
-        "now": snapshot_to_json(snapshot), "after": snapshot_to_json(after), "copies": len(planned.copies),
+        "now": snapshot_to_json(snapshot), "after": snapshot_to_json(_after(snapshot, planned)),
+        "copies": len(planned.copies),
         "largest_rank_load": layers,
     }  # fmt: skip
 

@@ -244,6 +244,10 @@ def experts(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Write the heat map there.", dir_okay=False)
     ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the new placement there, for up.", dir_okay=False),
+    ] = None,
     layer: Annotated[int | None, typer.Option(help="Show where this layer's experts are.")] = None,
     nodes: Annotated[int, typer.Option(min=0, help="As if on so many nodes.")] = 0,
     ranks_per_node: Annotated[int, typer.Option(min=0, help="As if with so many ranks a node.")] = 0,
@@ -260,18 +264,20 @@ def experts(
     tls_server_name: TlsName = "",
 ) -> None:
     """Show load by layer and expert, where experts are, and what a rebalance would gain."""
-    from pdserve.cli.experts import Wish, ask, read_snapshot, run
+    from pdserve.cli.experts import Wish, ask, run
+    from pdserve.parallel.expert_files import read_snapshot
     from pdserve.parallel.placement import Policy
 
     wish = Wish(
         policy=Policy(by_node=by_node, num_groups=groups, even_shares=even_shares),
         num_nodes=nodes, ranks_per_node=ranks_per_node, slots=slots, layer=layer,
+        plot=plot, save=save,
     )  # fmt: skip
     if source is not None:
-        snapshots = [read_snapshot(source)]
+        snapshots = [read_snapshot(source, "from")]
     else:
         snapshots = ask(_router_at(address, tls_ca, tls_cert, tls_key, tls_server_name), worker)
-    run(snapshots, wish, plot, as_json)
+    run(snapshots, wish, as_json)
 
 
 @app.command()

@@ -50,6 +50,11 @@ class ServeConfig:
     aggregated_tp: int = setting(
         1, help="Tensor-parallel ranks of each aggregated worker.", unit="ranks", minimum=1, maximum=MAX_TP
     )
+    prefill_experts: str = setting(
+        "", help="Where the ranks of prefill workers hold experts: file of pdserve experts --save."
+    )
+    decode_experts: str = setting("", help="The same for decode workers.")
+    aggregated_experts: str = setting("", help="The same for aggregated workers.")
     rank_exchange: str = setting(
         "shm", help="How the ranks of a worker exchange tensors: memory, or sockets.", choices=RANK_EXCHANGES
     )
@@ -186,6 +191,15 @@ class ServeConfig:
             Role.AGGREGATED: self.aggregated_tp,
         }[role]
 
+    def _experts(self, role: Role) -> str:
+        """The file with the placement of a role's experts; the workers run elsewhere than we."""
+        file = {
+            Role.PREFILL: self.prefill_experts,
+            Role.DECODE: self.decode_experts,
+            Role.AGGREGATED: self.aggregated_experts,
+        }[role]
+        return os.path.abspath(file) if file else ""
+
     def worker(self, role: Role, *, secret: str, routers: tuple[str, ...], run_dir: str) -> WorkerConfig:
         """The configuration all workers of a role share; the fleet gives each its own worker_id."""
         transports = ("shm", "tcp") if self.transport == "shm" else (self.transport,)
@@ -214,6 +228,7 @@ class ServeConfig:
             run_dir=run_dir,
             threads=self.threads or 1,
             tp=self.ranks(role),
+            expert_placement=self._experts(role),
             rank_exchange=self.rank_exchange,
             nice=self.prefill_nice if role is Role.PREFILL else 0,
             decode_pace_s=self.decode_pace_s,

@@ -79,6 +79,9 @@ class WorkerConfig:
         minimum=1,
         maximum=MAX_TP,
     )
+    expert_placement: str = setting(
+        "", help="Snapshot of experts (pdserve experts --save) to start with; empty: in order."
+    )
     rank_exchange: str = setting("shm", help="How the ranks exchange tensors.", choices=RANK_EXCHANGES)
     nice: int = setting(0, help="Added to the process's nice value at start.", minimum=0, maximum=19)
     decode_pace_s: float = setting(
@@ -95,6 +98,8 @@ class WorkerConfig:
         tls_files(self)
         if self.token_budget < self.prefill_chunk_tokens:
             raise ConfigError("token_budget: must be at least prefill_chunk_tokens")
+        if self.expert_placement and self.tp == 1:
+            raise ConfigError("expert_placement: a worker of one rank has all experts; give it more ranks")
         if self.tp > 1 and self.role is not Role.AGGREGATED:
             raise ConfigError(f"tp: {NO_HANDOVER}")
         if not self.transports:

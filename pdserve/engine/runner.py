@@ -30,6 +30,7 @@ from pdserve.models.decoder import Decoder
 from pdserve.models.loaded import LoadedModel
 from pdserve.models.sharded import build_shard, shard_config
 from pdserve.parallel.group import Group
+from pdserve.parallel.placement_table import Placement
 from pdserve.parallel.shards import shards
 from pdserve.sched.plan import SeqStep, StepPlan, StepResult
 
@@ -56,10 +57,14 @@ def rank_config(config: ModelConfig, group: Group | None) -> ModelConfig:
     return config if group is None else shard_config(config, shards(config, group.size)[group.rank])
 
 
-def _built(model: LoadedModel, deterministic: bool, group: Group | None) -> Decoder:
+def _built(
+    model: LoadedModel, deterministic: bool, group: Group | None, placement: Placement | None
+) -> Decoder:
     if group is None:
         return build_decoder(model.config, model.weights, deterministic=deterministic)
-    return build_shard(model.config, model.weights, deterministic=deterministic, group=group)
+    return build_shard(
+        model.config, model.weights, deterministic=deterministic, group=group, placement=placement
+    )
 
 
 def _kv_view(pool: KVPool, latent: bool) -> KVView:
@@ -93,13 +98,14 @@ class ModelRunner:
         deterministic: bool = False,
         capture_logits: bool = False,
         group: Group | None = None,
+        placement: Placement | None = None,
         threads: int | None = None,
     ) -> None:
         """Builds the model. Raises ConfigError where the pool does not fit it, or for another device.
 
         group: the ranks that compute it together, each with its runner and pool; None: this process alone.
         All are given the same plans, in order; rank 0 samples, and nothing that breaks is tried again.
-        threads: None for the process's default.
+        placement: of experts over the group; None: in order. threads: None for the process's default.
         """
         if device != "cpu":
             raise ConfigError(f"device {device!r} is not supported; use cpu")
@@ -116,7 +122,7 @@ class ModelRunner:
         self.last_logits: dict[str, torch.Tensor] = {}
         self._pool = pool
         self._kv = _kv_view(pool, own.latent is not None)
-        self._decoder = _built(model, deterministic, group)
+        self._decoder = _built(model, deterministic, group, placement)
         self._group = group
         self._capture = capture_logits
 

@@ -20,10 +20,11 @@ from pdserve.layers.moe import MoE
 from pdserve.models.build import build_decoder
 from pdserve.models.config import ModelConfig
 from pdserve.models.decoder import Decoder, DecoderLayer, FeedForward
-from pdserve.models.sharded_experts import cut_experts, expert_slots, over_ranks
+from pdserve.models.sharded_experts import ExpertSplit, over_ranks, split_experts
 from pdserve.models.sharded_latent import cut_latent
 from pdserve.parallel.group import Group
 from pdserve.parallel.linears import GatheredLinear, ReducedLinear, VocabHead, VocabTable
+from pdserve.parallel.placement_table import Placement
 from pdserve.parallel.shards import Shard, shards, split
 from pdserve.parallel.weights import cut, widths
 
@@ -44,9 +45,16 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 
 
 def build_shard(
-    config: ModelConfig, weights: Mapping[str, torch.Tensor], *, deterministic: bool, group: Group
+    config: ModelConfig,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    deterministic: bool,
+    group: Group,
+    placement: Placement | None = None,
 ) -> Decoder:
     """The decoder of this rank. config, weights: the whole model's; what belongs to others is not kept.
+
+    placement: of experts; None: in order. No bit depends on it.
 
     deterministic: gathers in place of sums, so that every rank count computes the same bits. All ranks call
     `forward` with the same arguments (their own cache apart); only rank 0 gets logits. Raises ConfigError
@@ -55,16 +63,16 @@ def build_shard(
     plan = shards(config, group.size)
     shard, outputs = plan[group.rank], split(config.hidden_size, group.size)
     own = _cut(config, weights, shard, outputs[group.rank] if deterministic else None)
-    slots = expert_slots(config, group.size)
-    if slots:
-        own = cut_experts(own, slots[group.rank])
+    experts = split_experts(config, group.size, placement)
+    if experts is not None:
+        own = experts.cut(own, group.rank)
     decoder = build_decoder(shard_config(config, shard), own, deterministic=deterministic)
     joint = _Joint(
         heads=widths((s.heads for s in plan), config.latent.v_dim if config.latent else config.head_dim),
         mlp=widths(s.mlp for s in plan),
         vocab=tuple(s.vocab for s in plan),
         outputs=widths(outputs),
-        slots=slots,
+        experts=experts,
         deterministic=deterministic,
         group=group,
     )
@@ -81,15 +89,13 @@ def _cut(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Joint:
-    """What the ranks have together. heads, mlp, outputs: columns by rank. vocab: rows by rank. slots: of
-    experts by rank.
-    """
+    """What the ranks have together. heads, mlp, outputs: columns by rank. vocab: rows by rank."""
 
     heads: tuple[int, ...]
     mlp: tuple[int, ...]
     outputs: tuple[int, ...]
     vocab: tuple[range, ...]
-    slots: tuple[range, ...]
+    experts: ExpertSplit | None
     deterministic: bool
     group: Group
 
@@ -116,7 +122,8 @@ class _Joint:
     def _feed_forward(self, mlp: FeedForward) -> FeedForward:
         """Dense ones are divided by column; of a mixture the experts are, the shared one is everybody's."""
         if isinstance(mlp, MoE):
-            return over_ranks(mlp, self.slots, self.group)
+            assert self.experts is not None
+            return over_ranks(mlp, self.experts, self.group)
         assert isinstance(mlp, GatedMLP)
         return dataclasses.replace(mlp, down=self._joined(mlp.down, self.mlp))
 

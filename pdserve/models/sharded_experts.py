@@ -26,8 +26,10 @@ from pdserve.kernels.activation import silu_mul
 from pdserve.kernels.grouped_linear import PackedGroups, grouped_linear
 from pdserve.kernels.routing import sort_by_slot
 from pdserve.layers.moe import ExpertMap, ExpertRows, LocalExperts, MoE
+from pdserve.layers.replicas import ReplicaMap
 from pdserve.models.config import ModelConfig
 from pdserve.parallel.group import Group
+from pdserve.parallel.placement_table import Placement
 from pdserve.parallel.shards import split
 
 _STACKED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
@@ -42,12 +44,65 @@ def expert_slots(config: ModelConfig, size: int) -> tuple[range, ...]:
     return split(config.experts.num_experts, size)
 
 
-def cut_experts(weights: Mapping[str, torch.Tensor], own: range) -> dict[str, torch.Tensor]:
-    """The weights with the rank's experts alone, as views."""
-    return {
-        name: weight[own.start : own.stop] if name.endswith(_STACKED) else weight
-        for name, weight in weights.items()
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSplit:
+    """Where all experts lie. slots: by rank, one after the other. held: the expert in each slot, and maps: by
+    layer, of those that have experts.
+    """
+
+    slots: tuple[range, ...]
+    held: Mapping[int, tuple[int, ...]]
+    maps: Mapping[int, ExpertMap]
+
+    def cut(self, weights: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+        """The weights with the rank's experts alone: views where these are a run, else copies."""
+        return {
+            name: self._own(weight, rank, int(name.split(".")[2])) if name.endswith(_STACKED) else weight
+            for name, weight in weights.items()
+        }
+
+    def _own(self, weight: torch.Tensor, rank: int, layer: int) -> torch.Tensor:
+        own = self.slots[rank]
+        experts = self.held[layer][own.start : own.stop]
+        if experts == tuple(range(experts[0], experts[0] + len(experts))):
+            return weight[experts[0] : experts[-1] + 1]
+        return weight[list(experts)]
+
+
+def split_experts(config: ModelConfig, size: int, table: Placement | None = None) -> ExpertSplit | None:
+    """In order of experts, or as the table says, replicas included; None for a model without experts.
+
+    Raises ConfigError for too many ranks, and for a table of another model or number of ranks.
+    """
+    if config.experts is None:
+        if table is not None:
+            raise ConfigError("expert_placement: this model has no experts")
+        return None
+    layers = [layer for layer in range(config.num_layers) if config.has_experts(layer)]
+    number = config.experts.num_experts
+    if table is None:
+        every = tuple(range(number))
+        same = ExpertMap.identity(number)
+        return ExpertSplit(
+            slots=expert_slots(config, size),
+            held=dict.fromkeys(layers, every),
+            maps=dict.fromkeys(layers, same),
+        )
+    if (table.num_layers, table.num_experts) != (len(layers), number):
+        raise ConfigError("expert_placement: the table is for another model")
+    if table.topology.num_ranks != size or table.topology.lost:
+        raise ConfigError(f"expert_placement: the table is not for {size} ranks")
+    return ExpertSplit(
+        slots=tuple(range(r * table.slots_per_rank, (r + 1) * table.slots_per_rank) for r in range(size)),
+        # Nothing is routed to an empty slot: any weights will do there.
+        held={layer: tuple(e or 0 for e in table.occupants(n)) for n, layer in enumerate(layers)},
+        maps={layer: _map_of(table, n) for n, layer in enumerate(layers)},
+    )
+
+
+def _map_of(table: Placement, number: int) -> ReplicaMap:
+    homes = [[(home.slot, home.share) for home in of_expert] for of_expert in table.layers[number]]
+    return ReplicaMap(homes, table.num_slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +127,7 @@ class RankExperts:
         return ExpertRows(
             rows_ME=self._gathered(grouped_linear(hidden_MF, offsets_S, self.down), bounds),
             row_of_TC=order.row_of_TC,
-            counts_X=order.offsets_S.diff()[self.map.slots_X],
+            counts_X=self.map.counts(order.offsets_S),
         )
 
     def _gathered(self, ours_ME: torch.Tensor, bounds: list[int]) -> torch.Tensor:
@@ -87,9 +142,11 @@ class RankExperts:
         return torch.cat([rows[:count] for rows, count in zip(whole, counts, strict=True)])
 
 
-def over_ranks(moe: MoE, slots: tuple[range, ...], group: Group) -> MoE:
+def over_ranks(moe: MoE, split: ExpertSplit, group: Group) -> MoE:
     """A layer built of the rank's own experts, joined to the other ranks'."""
     local = moe.experts
     assert isinstance(local, LocalExperts)
-    joined = RankExperts(gate_up=local.gate_up, down=local.down, map=local.map, slots=slots, group=group)
+    joined = RankExperts(
+        gate_up=local.gate_up, down=local.down, map=split.maps[moe.layer], slots=split.slots, group=group
+    )
     return dataclasses.replace(moe, experts=joined)

@@ -19,6 +19,7 @@ from pdserve.errors import InternalError, PdserveError, WorkerLost
 from pdserve.garbage import keep_what_is_loaded
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.loader import load_model
+from pdserve.parallel.expert_files import read_placement
 from pdserve.parallel.shards import thread_share
 from pdserve.ranks.beats import Beats
 from pdserve.ranks.config import RankConfig
@@ -98,7 +99,14 @@ def _load(config: RankConfig, work: socket.socket) -> tuple[ModelRunner, KVPool]
         raise WorkerLost("the replica's leader is out of step")
     group = meet(worker, rank, config.meeting, frame.fd)
     threads = thread_share(worker.threads, worker.tp, rank)
-    runner = ModelRunner(model, pool, deterministic=worker.deterministic, group=group, threads=threads)
+    runner = ModelRunner(
+        model,
+        pool,
+        deterministic=worker.deterministic,
+        group=group,
+        placement=read_placement(worker.expert_placement),
+        threads=threads,
+    )
     return runner, pool
 
 

@@ -37,6 +37,7 @@ from pdserve.errors import ConfigError, WorkerLost
 from pdserve.kvcache.layout import PageLayout
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.loaded import LoadedModel
+from pdserve.parallel.expert_files import read_placement
 from pdserve.parallel.group import TIMEOUT_S
 from pdserve.parallel.shards import thread_share
 from pdserve.parallel.shm_group import make_segment
@@ -162,6 +163,7 @@ class Replica:
             ranks=[seat.work for seat in self._seats.values()],
             on_lost=self._lost,
             deterministic=self._config.deterministic,
+            placement=read_placement(self._config.expert_placement),
             threads=thread_share(self._config.threads, self._config.tp, 0),
         )
         for seat in self._seats.values():  # from now on nobody has to wait long for anybody

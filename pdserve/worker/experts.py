@@ -11,7 +11,7 @@ from typing import Protocol
 
 from pdserve.api import ExpertReport
 from pdserve.parallel.expert_loads import LoadWindow
-from pdserve.parallel.placement_table import Topology, contiguous
+from pdserve.parallel.placement_table import Placement, Topology, contiguous
 
 HALF_LIFE_S = 60.0
 """A token counts half after a minute: long against a request, short against a day's drift."""
@@ -29,17 +29,26 @@ class Counts(Protocol):
 
 class ExpertWatch:
     """Belongs to the control thread; counts may be a moment old. layers: the model's with experts. ranks: of
-    the worker, over which its experts lie in order (`pdserve.models.sharded_experts`).
+    the worker. table: where its experts lie; None: in order (`pdserve.models.sharded_experts`).
     """
 
-    def __init__(self, name: str, counts: Counts | None, layers: Sequence[int], ranks: int = 1) -> None:
+    def __init__(
+        self,
+        name: str,
+        counts: Counts | None,
+        layers: Sequence[int],
+        ranks: int = 1,
+        table: Placement | None = None,
+    ) -> None:
         """counts: None for a model without experts."""
-        self._name, self._counts, self._ranks = name, counts, ranks
+        self._name, self._counts = name, counts
         self._layers = tuple(layers) if counts is not None else ()
         self._seen = self._read()
         self._noted_at = float("-inf")
         width = len(self._seen[0]) if self._seen else 0
         self._window = LoadWindow(len(self._layers), width, HALF_LIFE_S) if width else None
+        topology = Topology(num_nodes=1, ranks_per_node=ranks)
+        self._table = table or contiguous(len(self._layers), width, topology, max(1, -(-width // ranks)))
 
     def note(self, now: float) -> None:
         """Takes what has been counted since the last time into the window. now: monotonic seconds."""
@@ -56,17 +65,18 @@ class ExpertWatch:
         self.note(now)
         if self._window is None:
             return ExpertReport(name=self._name)
-        width = len(self._seen[0])
-        slots = -(-width // self._ranks)
-        table = contiguous(1, width, Topology(num_nodes=1, ranks_per_node=self._ranks), slots)
-        homes = tuple(((home.slot, home.share),) for (home,) in table.layers[0])
+        table = self._table
         return ExpertReport(
             name=self._name,
             layers=self._layers,
             loads=self._window.loads(now),
-            ranks_per_node=self._ranks,
-            slots_per_rank=slots,
-            homes=(homes,) * len(self._layers),
+            nodes=table.topology.num_nodes,
+            ranks_per_node=table.topology.ranks_per_node,
+            slots_per_rank=table.slots_per_rank,
+            homes=tuple(
+                tuple(tuple((home.slot, home.share) for home in homes) for homes in experts)
+                for experts in table.layers
+            ),
         )
 
     def _read(self) -> list[list[int]]:

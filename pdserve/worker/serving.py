@@ -16,6 +16,7 @@ from typing import Any
 from kvtransfer.port import RoleDriver
 from pdserve.kvcache.allocator import PageState
 from pdserve.messages import Report
+from pdserve.parallel.expert_files import read_placement
 from pdserve.rpc.convert import WorkerState
 from pdserve.rpc.fleet_auth import FleetGuard
 from pdserve.rpc.server import RpcServer, ServerOptions, is_loopback
@@ -182,4 +183,5 @@ def _watch(engine: Engine) -> ExpertWatch:
     config, load = engine.model.config, engine.runner.expert_load
     layers = [layer for layer in range(config.num_layers) if config.has_experts(layer)]
     counts = None if load is None else load.counts_LX
-    return ExpertWatch(engine.parts.context.worker_id, counts, layers, engine.config.tp)
+    table = read_placement(engine.config.expert_placement)
+    return ExpertWatch(engine.parts.context.worker_id, counts, layers, engine.config.tp, table)

@@ -15,8 +15,11 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.models.loader import load_model
 from pdserve.models.sharded import shard_config
-from pdserve.models.sharded_experts import expert_slots
+from pdserve.models.sharded_experts import expert_slots, split_experts
 from pdserve.models.upcycle import Upcycling, upcycle
+from pdserve.parallel.expert_snapshot import ExpertSnapshot, snapshot_to_json
+from pdserve.parallel.placement import plan
+from pdserve.parallel.placement_table import Topology, contiguous
 from pdserve.parallel.shards import shards
 from tests.support import tiny_models, tiny_moe
 from tests.support.parallel_script import run_script, script_runner
@@ -83,6 +86,37 @@ def test_upcycled_experts_over_ranks_say_what_the_dense_model_says(tmp_path: Pat
         told = run_ranks(size, "tests.support.rank_cases:same_steps", folder, exchange="shm", cases=cases)
         assert np.load(folder / "logits-0.npy").tobytes() == logits.tobytes()
         assert told[0][0]["tokens"] == tokens
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_placement_with_replicas_has_the_bits_of_one_device(
+    size: int, cases: list[list[Any]], alone: list[tuple[Any, np.ndarray]], tmp_path: Path
+) -> None:
+    placed = []
+    for folder, dtype, mode in cases:
+        config = load_model(folder, dtype).config
+        layers = [layer for layer in range(config.num_layers) if config.has_experts(layer)]
+        assert config.experts is not None
+        number = config.experts.num_experts
+        loads = tuple(
+            tuple(float((expert + layer) % number) ** 3 for expert in range(number)) for layer in layers
+        )
+        table = plan(loads, Topology(num_nodes=1, ranks_per_node=size), -(-number // size) + 1).table
+        assert any(len(homes) > 1 for layer in table.layers for homes in layer)
+        snapshot = ExpertSnapshot(name="", layers=tuple(layers), loads=loads, table=table)
+        placed.append([folder, dtype, mode, snapshot_to_json(snapshot)])
+    told = run_ranks(size, "tests.support.rank_cases:same_steps", tmp_path, exchange="shm", cases=placed)
+    for number, (tokens, logits) in enumerate(alone):
+        assert np.load(tmp_path / f"logits-{number}.npy").tobytes() == logits.tobytes(), placed[number]
+        assert told[0][number]["tokens"] == tokens
+
+
+def test_a_placement_of_another_model_or_size_is_refused(cases: list[list[Any]]) -> None:
+    config = load_model(cases[0][0]).config
+    for layers, experts, ranks, words in ((1, 6, 2, "model"), (2, 5, 2, "model"), (2, 6, 3, "2 ranks")):
+        table = contiguous(layers, experts, Topology(num_nodes=1, ranks_per_node=ranks), 6)
+        with pytest.raises(ConfigError, match=words):
+            split_experts(config, 2, table)
 
 
 @pytest.mark.full

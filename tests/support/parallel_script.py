@@ -15,6 +15,7 @@ from pdserve.engine.runner import ModelRunner, page_layout, rank_config
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.loaded import LoadedModel
 from pdserve.parallel.group import Group
+from pdserve.parallel.placement_table import Placement
 from pdserve.sched.plan import SeqStep, StepPlan
 from pdserve.types import SamplingParams
 
@@ -24,11 +25,21 @@ TABLES = {"a": (3, 9, 1, 14, 7), "b": (5, 2, 11)}
 """Pages in no order: ranks have the same ids, and nobody counts on neighbours."""
 
 
-def script_runner(model: LoadedModel, *, deterministic: bool, group: Group | None = None) -> ModelRunner:
+def script_runner(
+    model: LoadedModel, *, deterministic: bool, group: Group | None = None, placement: Placement | None = None
+) -> ModelRunner:
     """A runner with a pool of its own, which holds the KV heads of its rank."""
     layout = page_layout(rank_config(model.config, group), page_size=PAGE, dtype=model.dtype)
     pool = KVPool.create(layout, NUM_PAGES, pool_id=1)
-    return ModelRunner(model, pool, deterministic=deterministic, capture_logits=True, group=group, threads=1)
+    return ModelRunner(
+        model,
+        pool,
+        deterministic=deterministic,
+        capture_logits=True,
+        group=group,
+        placement=placement,
+        threads=1,
+    )
 
 
 def run_script(runner: ModelRunner) -> tuple[list[dict[str, int]], np.ndarray]:

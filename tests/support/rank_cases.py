@@ -14,6 +14,7 @@ import torch
 
 from pdserve.errors import WorkerLost
 from pdserve.models.loader import load_model
+from pdserve.parallel.expert_snapshot import snapshot_from_json
 from pdserve.parallel.group import GroupConfig, TorchGroup, open_group
 from pdserve.parallel.shm_group import SLOT_BYTES, ShmGroup, segment_bytes
 from tests.support.parallel_script import run_script, script_runner
@@ -106,14 +107,18 @@ def _error(group: TorchGroup | ShmGroup) -> str | None:
 
 
 def same_steps(rank: int, size: int, folder: Path, exchange: str, cases: list[list[Any]]) -> list[Any]:
-    """Runs the script of `parallel_script` for every (model, dtype, deterministic); rank 0 keeps the logits.
+    """Runs the script of `parallel_script` for every (model, dtype, deterministic, snapshot of experts or
+    nothing); rank 0 keeps the logits.
 
     Returns, for each case, what every step said of its tokens, and this rank's KV heads.
     """
     group = group_of(rank, size, folder, exchange)
     told = []
-    for number, (model, dtype, deterministic) in enumerate(cases):
-        runner = script_runner(load_model(model, dtype), deterministic=deterministic, group=group)
+    for number, (model, dtype, deterministic, *placed) in enumerate(cases):
+        table = snapshot_from_json(placed[0]).table if placed else None
+        runner = script_runner(
+            load_model(model, dtype), deterministic=deterministic, group=group, placement=table
+        )
         tokens, logits = run_script(runner)
         if rank == 0:
             np.save(folder / f"logits-{number}.npy", logits)
