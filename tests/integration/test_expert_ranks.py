@@ -111,12 +111,20 @@ def test_a_placement_with_replicas_has_the_bits_of_one_device(
         assert told[0][number]["tokens"] == tokens
 
 
-def test_a_placement_of_another_model_or_size_is_refused(cases: list[list[Any]]) -> None:
+def test_a_placement_of_another_model_or_size_is_refused(cases: list[list[Any]], tmp_path: Path) -> None:
     config = load_model(cases[0][0]).config
-    for layers, experts, ranks, words in ((1, 6, 2, "model"), (2, 5, 2, "model"), (2, 6, 3, "2 ranks")):
+    number = config.num_layers
+    for layers, experts, ranks, words in (
+        (number + 1, 6, 2, "model"),
+        (number, 5, 2, "model"),
+        (number, 6, 3, "2 ranks"),
+    ):
         table = contiguous(layers, experts, Topology(num_nodes=1, ranks_per_node=ranks), 6)
         with pytest.raises(ConfigError, match=words):
             split_experts(config, 2, table)
+    dense = load_model(str(tiny_models.save(tiny_models.mistral(), tmp_path))).config
+    with pytest.raises(ConfigError, match="no experts"):
+        split_experts(dense, 2, table)
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from pdserve.cli.heatmap import COLOURS, Panel, heat_map, level_of
 from pdserve.cli.main import app
 from pdserve.errors import ConfigError
+from pdserve.parallel.expert_files import read_placement
 from pdserve.parallel.expert_snapshot import ExpertSnapshot, snapshot_from_json, snapshot_to_json
 from pdserve.parallel.placement import plan
 from pdserve.parallel.placement_table import Topology
@@ -78,6 +79,17 @@ def test_the_picture_is_svg_and_covers_every_cell(tmp_path: Path) -> None:
         for grid in tree.iter(f"{SVG}g")
     ]
     assert covered == [3 * 16, 3 * 4, 3 * 4]
+
+
+def test_the_new_placement_can_be_saved_and_is_what_was_planned(tmp_path: Path) -> None:
+    saved = tmp_path / "placement.json"
+    code, said = run(tmp_path, skewed(), "--json", "--save", str(saved))
+    assert code == 0, said
+    after = snapshot_from_json(json.loads(said)[0]["after"])
+    assert read_placement(str(saved)) == after.table
+    assert read_placement("") is None
+    code, said = run(tmp_path, skewed(), "--save", str(tmp_path / "absent" / "x"))
+    assert (code, said) == (2, "save: the file can not be written")
 
 
 def test_another_machine_may_be_asked_for(tmp_path: Path) -> None:

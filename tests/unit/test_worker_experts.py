@@ -12,6 +12,8 @@ from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.models.hf_config import config_from_hf
 from pdserve.models.sharded_experts import expert_slots
 from pdserve.parallel.expert_snapshot import snapshot_from_json
+from pdserve.parallel.placement import plan
+from pdserve.parallel.placement_table import Topology
 from pdserve.rpc import convert
 from pdserve.rpc.v1 import common_pb2
 from pdserve.types import Role
@@ -77,6 +79,13 @@ def test_a_report_is_a_snapshot_with_all_experts_on_one_rank() -> None:
     snapshot = snapshot_from_json({name: getattr(told, name) for name in ExpertReport.__dataclass_fields__})
     assert snapshot.table.occupants(0) == (0, 1, 2)
     assert ExpertWatch("dense", None, []).report(1.0) == ExpertReport(name="dense")
+
+
+def test_a_worker_with_a_placement_tells_of_it() -> None:
+    table = plan([[5.0, 1.0, 1.0]], Topology(num_nodes=1, ranks_per_node=2), 2).table
+    told = ExpertWatch("w", torch.zeros(2, 3, dtype=torch.int64), [1], 2, table).report(1.0)
+    snapshot = snapshot_from_json({name: getattr(told, name) for name in ExpertReport.__dataclass_fields__})
+    assert snapshot.table == table
 
 
 async def test_the_router_asks_all_workers_or_one() -> None:
