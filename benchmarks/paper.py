@@ -125,37 +125,35 @@ class Step:
 def step(
     shape: Shape, plan: Plan, gpus: int, tokens: int, context: int, *, decode: bool, s: Speeds = H200
 ) -> Step:
-    """One step of `tokens` tokens in all on so many GPUs. context: tokens before each; decode: a sequence per
-    token.
+    """One step of `tokens` tokens in all on so many GPUs. context: tokens before each, on average.
+
+    decode: every token is a sequence's; else they are of prompts of 2 * context, and none is divided over
+    replicas or, without TP, over ranks.
     """
-    replicas = gpus // plan.ranks
-    mine = ceil(tokens / replicas)
+    unit = 1 if decode else 2 * context
+    of_replica = ceil(ceil(tokens / unit) / (gpus // plan.ranks))
+    sequences = of_replica if plan.tp else ceil(of_replica / plan.ranks)
+    mine, rows = of_replica * unit, sequences * unit
     split = plan.ranks if plan.tp else 1
-    rows = mine if plan.tp else ceil(mine / plan.ranks)
-    cached = rows if decode else ceil(rows / (2 * context))  # of a prompt the cache is read once
     copies = min(split, shape.attention.heads)
-    compute = shape.layers * _attention(shape, rows, cached, context, split, copies, s)
+    compute = shape.layers * _attention(shape, rows, sequences, context, split, copies, s)
     compute += shape.dense_layers * _product(shape.dense / split, rows, shape, s)
     compute += shape.moe_layers * _experts(shape, plan, mine, rows, s) if shape.num_experts else 0.0
-    compute += _product(shape.vocab * shape.width / split, rows if decode else 1, shape, s)
-    talk, inside, outside = (
-        _reduces(shape, plan, rows, s) if plan.tp else _exchanges(shape, plan, mine, rows, s)
-    )
-    sequences = rows if decode else ceil(rows / (2 * context))
-    cache = (
-        sequences * (context if decode else 2 * context) * shape.layers * shape.attention.cache_bytes / copies
-    )
+    compute += _product(shape.vocab * shape.width / split, sequences, shape, s)
+    talk, inside, outside = _reduces(shape, plan, rows, s) if plan.tp else _exchanges(shape, plan, rows, s)
+    held = sequences * (context if decode else 2 * context)
+    cache = held * shape.layers * shape.attention.cache_bytes / copies
     return Step(
         compute=compute, talk=talk, inside=inside, outside=outside, memory=_held(shape, plan) + cache
     )  # fmt: skip
 
 
 def _attention(
-    shape: Shape, rows: float, cached: float, context: int, split: int, copies: int, s: Speeds
+    shape: Shape, rows: float, sequences: float, context: int, split: int, copies: int, s: Speeds
 ) -> float:
     """Projections, then scores and values over the cache; a latent cache is whole on every rank."""
     flops = rows * context * shape.attention.score_flops / split
-    bytes_ = cached * context * shape.attention.cache_bytes / copies
+    bytes_ = sequences * context * shape.attention.cache_bytes / copies
     return _product(shape.attention.weights / split, rows, shape, s) + max(flops / s.flops, bytes_ / s.memory)
 
 
@@ -186,7 +184,7 @@ def _reduces(shape: Shape, plan: Plan, rows: float, s: Speeds) -> tuple[float, f
     return times * (inside / s.reduce + outside / s.cross + wait), times * inside, times * outside
 
 
-def _exchanges(shape: Shape, plan: Plan, mine: int, rows: float, s: Speeds) -> tuple[float, float, float]:
+def _exchanges(shape: Shape, plan: Plan, rows: float, s: Speeds) -> tuple[float, float, float]:
     """Tokens to their experts and back: top-k copies each, evenly over ranks; links inside and out work at
     once.
     """
