@@ -125,6 +125,7 @@ class ShardWriter:
         """Writes the index; returns the bytes of all weights."""
         metadata, index = {"total_size": self._size_bytes}, self._directory / INDEX
         write_json(index, {"metadata": metadata, "weight_map": self._weight_map})
-        for name in set(self._weight_map.values()):  # safetensors makes its files readable by their owner only
+        # safetensors makes its files readable by their owner only.
+        for name in set(self._weight_map.values()):
             (self._directory / name).chmod(index.stat().st_mode)
         return self._size_bytes
