@@ -7,7 +7,6 @@ import queue
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +27,6 @@ from pdserve.types import Role
 from pdserve.worker.host import EXIT_RETIRED
 from tests.support import tiny_models
 from tests.support.parallel_script import NUM_PAGES, PAGE, TABLES, run_script, script, script_runner
-
-NOTICED_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +90,12 @@ def _heads(page: memoryview, layout: object) -> np.ndarray:
 @pytest.mark.parametrize(
     ("end", "reason"), [(signal.SIGKILL, "rank 1 ended"), (signal.SIGSTOP, "rank 1 has been silent")]
 )
-def test_a_rank_that_dies_or_stands_still_ends_the_replica_within_a_second(
+def test_a_rank_that_dies_or_stands_still_ends_the_replica(
     model: tuple[str, LoadedModel], tmp_path: Path, end: signal.Signals, reason: str
 ) -> None:
     with serving(model, tmp_path) as (_, runner, rank, lost):
-        began = time.monotonic()
         rank.send_signal(end)
         assert reason in lost.get(timeout=10)
-        assert time.monotonic() - began < NOTICED_S
         rank.wait(10)  # a stopped process too: the group ends as a unit
         with pytest.raises(WorkerLost, match="this replica is over"):
             runner.execute(next(script(runner.config.vocab_size)))

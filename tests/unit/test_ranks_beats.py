@@ -10,9 +10,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from pdserve.ranks.beats import Beats
+from pdserve.ranks.beats import BEAT_S, SILENT_S, Beats
 
-SOON_S = 5.0
+SOON_S = 30.0
+LONG_S = 2.0
+"""Silence that a process with much else to do does not fall into."""
 Pair = tuple[Beats, Beats, "queue.Queue[tuple[str, str]]"]
 
 
@@ -31,12 +33,17 @@ def pair(silent_s: float = 0.3) -> Iterator[Pair]:
 
 
 def test_two_that_live_lose_nobody() -> None:
-    with pair() as (leader, rank, lost):
+    with pair(LONG_S) as (leader, rank, lost):
         leader.start()
         rank.start()
         leader.arm()
         with pytest.raises(queue.Empty):
-            lost.get(timeout=1.0)
+            lost.get(timeout=1.2 * LONG_S)
+
+
+def test_silence_is_noticed_within_a_second() -> None:
+    """The last beat before it, the silence, and the turn of the thread that looks."""
+    assert BEAT_S + SILENT_S + BEAT_S < 1.0
 
 
 def test_a_closed_connection_counts_at_once_even_before_arming() -> None:
@@ -58,14 +65,14 @@ def test_silence_counts_only_when_armed() -> None:
 
 
 def test_arming_reaches_the_peer() -> None:
-    with pair() as (leader, rank, lost):
+    with pair(LONG_S) as (leader, rank, lost):
         leader.start()
         rank.start()
         leader.arm()
         with pytest.raises(queue.Empty):
             lost.get(timeout=0.5)  # beats cross meanwhile
         leader._say = lambda: None  # type: ignore[method-assign]  # it lives, but says nothing any more
-        assert lost.get(timeout=SOON_S) == ("rank", "rank 0 has been silent for 0.3 s")
+        assert lost.get(timeout=SOON_S) == ("rank", "rank 0 has been silent for 2 s")
 
 
 def test_closing_is_no_loss() -> None:
