@@ -369,7 +369,7 @@ class DecodeRole:
                 if self._sequences.stop(key):
                     entry.todo.append(table.ComputeQuiet())
             case table.DDropPages():
-                self._pages.drop_all(holder_of(key))
+                self._drop_pages(key)
             case table.DRelease():
                 self._release(entry, effect.outcome)
             case table.DCount():
@@ -382,9 +382,13 @@ class DecodeRole:
             return []
         return [ToPrefiller(peer=peer.worker_id, incarnation=peer.incarnation, message=message)]
 
+    def _drop_pages(self, key: Key) -> None:
+        self._sequences.leave(key)
+        self._pages.drop_all(holder_of(key))
+
     def _release(self, entry: Entry, outcome: Outcome) -> None:
         key = entry.session.key
-        self._pages.drop_all(holder_of(key))
+        self._drop_pages(key)
         self.stones.put(key, outcome, entry.ticket_until)
         self._entries.pop(key, None)
         self._by_seq.pop(seq_id_of(key), None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from decode_worker.entry import Entry
 from kvtransfer.session.guard import RoleContext
-from pdserve.kvcache.allocator import Holder, HolderKind
+from pdserve.kvcache.allocator import Holder, HolderKind, PageState
 from pdserve.kvcache.manager import PageManager
 from pdserve.messages import Finish
 from pdserve.sched.plan import SeqKind, SeqSpec
@@ -16,6 +16,7 @@ from pdserve.sched.scheduler import StepScheduler
 from pdserve.types import Key
 
 PREFIX = "D:"
+_SEALABLE = (PageState.FILLING, PageState.QUARANTINED)
 
 
 def seq_id_of(key: Key) -> str:
@@ -35,7 +36,8 @@ class Sequences:
         self._ctx = ctx
         self._pages = pages
         self._scheduler = scheduler
-        self._unpublished: list[tuple[Entry, int]] = []
+        self._unpublished: dict[Key, tuple[Entry, list[int]]] = {}
+        """By key: whose full prompt pages the cache does not know yet; generations of those that came by wire."""
 
     def go_on(self, entry: Entry, finish: Finish) -> None:
         """Every prompt page is verified: publishes the full ones, and decodes from the token after the first
@@ -47,7 +49,9 @@ class Sequences:
             return
         known = (*tokens, finish.token_id)
         self._scheduler.submit(self._spec(entry, known, num_computed=len(tokens), num_shared=shared))
-        self._unpublished.append((entry, shared))  # its next token is waited for, the cache is not
+        came = entry.held.pages[entry.held.hit_pages : shared]
+        generations = [self._pages.generation(page) for page in came]
+        self._unpublished[entry.session.key] = (entry, generations)  # its next token is waited for first
 
     @property
     def put_off(self) -> bool:
@@ -55,12 +59,22 @@ class Sequences:
         return bool(self._unpublished)
 
     def rest(self) -> None:
-        """Publishes what `go_on` did not, if its sequence still has these pages."""
-        for entry, shared in self._unpublished:
-            pages = self._scheduler.pages_of(seq_id_of(entry.session.key))
-            if pages[:shared] == entry.held.pages[:shared]:
-                self._publish(entry, shared)
-        self._unpublished.clear()
+        """Publishes what `go_on` did not."""
+        for key in list(self._unpublished):
+            self.leave(key)
+
+    def leave(self, key: Key) -> None:
+        """Publishes what `go_on` did not for this key; call it before its pages are dropped. Pages that were
+        freed since (a preemption) have other bytes by now."""
+        entry, generations = self._unpublished.pop(key, (None, []))
+        if entry is None:
+            return
+        end = entry.held.hit_pages + len(generations)
+        if all(map(self._as_it_came, entry.held.pages[entry.held.hit_pages : end], generations)):
+            self._publish(entry, end)
+
+    def _as_it_came(self, page: int, generation: int) -> bool:
+        return self._pages.generation(page) == generation and self._pages.state(page) in _SEALABLE
 
     def prefill(self, entry: Entry, verified_pages: int) -> None:
         """Computes the prompt here, after its first `verified_pages` pages."""

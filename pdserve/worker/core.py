@@ -23,7 +23,7 @@ QUARANTINE_BUDGET = 0.05
 LAST_WORDS_S = 0.5
 """Time for the last answers to leave before a drained worker ends."""
 
-REST_S = 0.002
+REST_S = 0.01
 """Bookkeeping that nobody waits for comes this much later: messages leave and steps begin first."""
 
 

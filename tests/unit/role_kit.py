@@ -99,6 +99,7 @@ class Decode(Worker):
     def __init__(self, num_pages: int = 32, **context: Any) -> None:
         super().__init__(D, num_pages, **context)
         self.role = DecodeRole(self.ctx, self.pages, self.scheduler, page_bytes=1)
+        self.started: list[Any] = []
         self.core = WorkerCore(self.pages, self.scheduler, [self.role])
 
     def announce(self, key_: Key, index: int, *, peer: PeerRef = P, now: float = 0.0) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvtransfer.session.decode import DState
 from pdserve.kvcache.allocator import CACHE, Holder, HolderKind
-from pdserve.messages import Grant
+from pdserve.messages import Grant, Outcome
 from pdserve.sched.plan import StepPlan, StepResult
 from pdserve.types import HandoverMode
 from pdserve.worker.core import REST_S
@@ -72,7 +72,8 @@ def handed_over() -> Decode:
     decode.role.reserve(reserve_call(key()), 0.0)
     decode.core.settle(decode.verify(key(), *range(PAGES)), 0.0)
     effects = decode.core.settle(decode.finish(key(), tuple(range(PAGES))), 0.0)
-    assert of(effects, "RunStep")
+    decode.started = of(effects, "RunStep")
+    assert len(decode.started) == 1
     return decode
 
 
@@ -98,6 +99,31 @@ def test_pages_that_went_meanwhile_are_not_offered() -> None:
     decode.scheduler._roster.remove(decode.scheduler._roster.get("D:" + str(key())))  # as a preemption does
     decode.core.tick(REST_S)
     assert cached(decode) == 0
+    assert decode.core.check_integrity() == ""
+
+
+def test_a_preempted_sequence_that_gets_the_very_same_pages_offers_nothing() -> None:
+    decode = handed_over()
+    (entry,) = decode.role._entries.values()
+    holder = Holder(HolderKind.REQUEST, "D:" + str(key()))
+    decode.pages.drop_all(holder)  # they are free, and taken again for rows that are not computed yet
+    taken = decode.pages.reserve(decode.pages.available, holder)
+    assert taken is not None
+    assert set(entry.held.pages) <= set(taken)
+    for page in taken:
+        decode.pages.fill(page)
+    decode.core.tick(REST_S)
+    assert cached(decode) == 0
+
+
+def test_a_request_that_ends_before_its_pages_were_offered_offers_them_then() -> None:
+    decode = handed_over()
+    outcome, _ = decode.role.cancel(key(), 0.0)
+    assert outcome is Outcome.STOPPING
+    (step,) = decode.started
+    decode.core.step_done(StepResult(step_id=step.plan.step_id, tokens={}), 0.0)
+    assert not decode.role._entries
+    assert cached(decode) == len(prompt()) // SIZE
     assert decode.core.check_integrity() == ""
 
 
