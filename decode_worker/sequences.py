@@ -37,7 +37,7 @@ class Sequences:
         self._pages = pages
         self._scheduler = scheduler
         self._unpublished: dict[Key, tuple[Entry, list[int]]] = {}
-        """By key: whose full prompt pages the cache does not know yet; generations of those that came by wire."""
+        """By key: whose full prompt pages the cache lacks yet, and generations of those that came by wire."""
 
     def go_on(self, entry: Entry, finish: Finish) -> None:
         """Every prompt page is verified: publishes the full ones, and decodes from the token after the first
