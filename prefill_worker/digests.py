@@ -7,7 +7,23 @@ a page is digested (`kvtransfer.session.prefill`), and the hash (`kvtransfer.dig
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
+from pdserve.kvcache.layout import pages_for
+from pdserve.sched.plan import StepPlan, StepResult
 from pdserve.types import PageName
+
+
+def last_pages(
+    plan: StepPlan, result: StepResult, owns: Callable[[str], bool], page_size: int
+) -> Iterator[tuple[int, int, int]]:
+    """(page, its index, valid rows) of what the last steps of prompts in this plan wrote. owns: whether a
+    sequence is a prompt for another worker."""
+    for step in plan.seqs:
+        if owns(step.seq_id) and step.seq_id in result.tokens:
+            end = step.start + len(step.token_ids)
+            for index in range(step.start // page_size, pages_for(end, page_size)):
+                yield step.pages[index], index, min(page_size, end - index * page_size)
 
 
 class PageDigests:

@@ -16,9 +16,9 @@ from kvtransfer.transport import PageServer, PoolFacts, ServerConfig, transport
 from kvtransfer.verdict import is_stale
 from pdserve import failpoints
 from pdserve.kvcache.allocator import Holder, HolderKind
-from pdserve.kvcache.layout import pages_for
-from pdserve.sched.plan import SeqStep, StepPlan, StepResult
+from pdserve.sched.plan import StepPlan, StepResult
 from pdserve.types import Key
+from prefill_worker.digests import last_pages
 from prefill_worker.loop import PrefillRole
 
 _BATCH = 8
@@ -109,17 +109,9 @@ class Handoff:
     def after_step(self, plan: StepPlan, result: StepResult) -> Input:
         """Digests what a prompt's last step wrote, where it was written: its request waits for nothing else
         any more, and a way to another thread and back takes longer than these few pages."""
-        last = [step for step in plan.seqs if self._role.owns(step.seq_id) and step.seq_id in result.tokens]
-        found = [each for step in last for each in self._digest_rows(step)]
+        written = last_pages(plan, result, self._role.owns, self._port.parts.layout.page_size)
+        found = [(page, index, self._digest_page(page, index, rows)) for page, index, rows in written]
         return lambda now: self._role.computed(found)
-
-    def _digest_rows(self, step: SeqStep) -> list[tuple[int, int, bytes]]:
-        """(page, its index, digest) of the pages that the step's rows lie in."""
-        size, end = self._port.parts.layout.page_size, step.start + len(step.token_ids)
-        return [
-            (page := step.pages[index], index, self._digest_page(page, index, min(size, end - index * size)))
-            for index in range(step.start // size, pages_for(end, size))
-        ]
 
     # -- PageSource: any thread -------------------------------------------------------------------------
 

@@ -124,8 +124,9 @@ class WorkerCore:
     @property
     def drained(self) -> bool:
         """Nothing of anybody's is left: no key live or closing, no step, no page that a peer may still touch
-        or that is still being written (protocol.md §4)."""
-        return self._running is None and self.num_live == 0 and self.pages.num_pins == 0
+        or that is still being written (protocol.md §4), and no bookkeeping is put off."""
+        quiet = self._running is None and not any(role.put_off for role in self._roles)
+        return quiet and self.num_live == 0 and self.pages.num_pins == 0
 
     @property
     def over_quarantine(self) -> bool:

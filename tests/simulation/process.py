@@ -24,6 +24,7 @@ from pdserve.sched.plan import StepPlan, StepResult
 from pdserve.sched.scheduler import StepScheduler
 from pdserve.types import Role, WorkerLoad
 from pdserve.worker.core import WorkerCore
+from prefill_worker.digests import last_pages
 from prefill_worker.loop import PrefillRole
 from tests.simulation.bias import LEASE_S
 from tests.simulation.calls import Calls
@@ -247,14 +248,8 @@ class Process:
 
     def _step_done(self, plan: StepPlan, result: StepResult) -> None:
         """With the digests of what a prompt's last step wrote, as `prefill_worker.handoff` makes them."""
-        size, owns = self.context.page_size, self.prefill.owns
-        found: list[tuple[int, int, bytes]] = []
-        for step in plan.seqs:
-            first, end = step.start // size, step.start + len(step.token_ids)
-            if owns(step.seq_id) and step.seq_id in result.tokens:
-                for index in range(first, pages_for(end, size)):
-                    rows = min(size, end - index * size)
-                    found.append((step.pages[index], index, self._digest_of(step.pages[index], index, rows)))
+        written = last_pages(plan, result, self.prefill.owns, self.context.page_size)
+        found = [(page, index, self._digest_of(page, index, rows)) for page, index, rows in written]
         self.apply(lambda now: self.prefill.computed(found) + self.core.step_done(result, now))
 
     def _digest_time(self) -> float:

@@ -14,6 +14,7 @@ from kvtransfer.port import AfterStep, Input
 from pdserve.messages import Finish, Grant
 from pdserve.sched.plan import StepPlan, StepResult
 from pdserve.worker.driver import Driver
+from prefill_worker.digests import last_pages
 from tests.unit.role_kit import SIZE, Prefill, digest, key, prefill_call, prompt
 
 PAGES = -(-len(prompt()) // SIZE)
@@ -57,18 +58,17 @@ async def run(hook: AfterStep, prefill: Prefill) -> tuple[list[Any], list[int]]:
 
 async def test_what_a_hook_finds_is_known_when_the_step_is_told_of() -> None:
     prefill = Prefill()
+    rows: list[int] = []
 
     def hook(plan: StepPlan, result: StepResult) -> Input:
-        pages = [
-            (seq.pages[i], i, digest(i))
-            for seq in plan.seqs
-            for i in range(seq.start // SIZE, -(-(seq.start + len(seq.token_ids)) // SIZE))
-        ]
-        return lambda now: prefill.role.computed(pages)
+        written = list(last_pages(plan, result, prefill.role.owns, SIZE))
+        rows.extend(valid_rows for _, _, valid_rows in written)
+        return lambda now: prefill.role.computed([(page, i, digest(i)) for page, i, _ in written])
 
     said, digested = await run(hook, prefill)
     assert [type(message).__name__ for message in said] == ["Announce"] * PAGES + ["Finish"]
-    assert digested == []
+    assert digested == list(range(PAGES - 1)), "chunks before the last one are digested elsewhere"
+    assert rows == [len(prompt()) % SIZE]
 
 
 async def test_a_hook_that_fails_costs_time_only(caplog: pytest.LogCaptureFixture) -> None:

@@ -66,6 +66,17 @@ def test_the_prompts_own_hold_goes_when_its_messages_are_out() -> None:
     assert prefill.pages.pages_of(mine) == ()
 
 
+def test_a_worker_is_not_drained_while_something_is_put_off() -> None:
+    prefill, plan = computing()
+    ended(prefill, plan)
+    prefill.role.cancel(key(), 0.0)
+    assert prefill.role.num_live == 0
+    assert not prefill.core.drained
+    prefill.core.tick(REST_S)
+    assert prefill.core.drained
+    assert prefill.core.idle
+
+
 def handed_over() -> Decode:
     """A request whose last page came, with the effects of that input not carried out yet."""
     decode = Decode()
