@@ -5,7 +5,7 @@ does not: how tokens choose (`routers`), weights' names (`pdserve.models`), para
 `ExpertRunner` takes `LocalExperts`' place from outside).
 
 Legend: T tokens, X experts, C choices per token, S slots, M rows = choices that count, E hidden size,
-L layers.
+L layers, O tokens summed here.
 """
 
 from __future__ import annotations
@@ -81,12 +81,14 @@ class ExpertLoad:
 class ExpertRows:
     """What experts computed. rows_ME: one row per choice that counts. row_of_TC: int64, -1 where dropped.
 
-    counts_X: int64, rows by expert.
+    counts_X: int64, rows by expert. tokens: None, or the only ones of the step whose rows these are: then
+    their sums are joined to the others' (`ExpertRunner.join`).
     """
 
     rows_ME: torch.Tensor
     row_of_TC: torch.Tensor
     counts_X: torch.Tensor
+    tokens: range | None = None
 
 
 class ExpertRunner(Protocol):
@@ -94,6 +96,11 @@ class ExpertRunner(Protocol):
 
     def __call__(self, x_TE: torch.Tensor, experts_TC: torch.Tensor) -> ExpertRows:
         """A row depends on its token and expert alone. experts_TC: int64, DROPPED where nothing is wanted."""
+        ...
+
+    def join(self, out_OE: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """All of [num_tokens, E]. out_OE: the layer's output of `ExpertRows.tokens`. Called where they are
+        not None."""
         ...
 
 
@@ -114,6 +121,11 @@ class LocalExperts:
             row_of_TC=order.row_of_TC,
             counts_X=self.map.counts(order.offsets_S),
         )
+
+    def join(self, out_OE: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Never called: all rows are here."""
+        assert out_OE.shape[0] == num_tokens
+        return out_OE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,5 +157,15 @@ class MoE:
         routing = self.router(self.gate(x_TE, out_float32=True))
         done = self.experts(x_TE, routing.experts_TC)
         self.load.add(self.layer, done.counts_X, routing.balance)
-        shared_TE, gate_T = (None, None) if self.shared is None else self.shared(x_TE)
-        return combine(done.rows_ME, done.row_of_TC, routing.weights_TC, routing.totals_T, shared_TE, gate_T)
+        if done.tokens is None:
+            return self._sum(x_TE, done, routing.weights_TC, routing.totals_T)
+        own = slice(done.tokens.start, done.tokens.stop)
+        out_OE = self._sum(x_TE[own], done, routing.weights_TC[own], routing.totals_T[own])
+        return self.experts.join(out_OE, x_TE.shape[0])
+
+    def _sum(
+        self, x_OE: torch.Tensor, done: ExpertRows, weights_OC: torch.Tensor, totals_O: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sum of the tokens whose rows are here, and the shared expert's part."""
+        shared_OE, gate_O = (None, None) if self.shared is None else self.shared(x_OE)
+        return combine(done.rows_ME, done.row_of_TC, weights_OC, totals_O, shared_OE, gate_O)

@@ -22,6 +22,7 @@ from pdserve.models.config import ModelConfig
 from pdserve.models.decoder import Decoder, DecoderLayer, FeedForward
 from pdserve.models.sharded_experts import ExpertSplit, over_ranks, split_experts
 from pdserve.models.sharded_latent import cut_latent
+from pdserve.parallel.expert_exchange import SharedRows
 from pdserve.parallel.group import Group
 from pdserve.parallel.linears import GatheredLinear, ReducedLinear, VocabHead, VocabTable
 from pdserve.parallel.placement_table import Placement
@@ -123,7 +124,8 @@ class _Joint:
         """Dense ones are divided by column; of a mixture the experts are, the shared one is everybody's."""
         if isinstance(mlp, MoE):
             assert self.experts is not None
-            return over_ranks(mlp, self.experts, self.group)
+            rows = SharedRows(slots=self.experts.slots, group=self.group)
+            return over_ranks(mlp, self.experts, rows)
         assert isinstance(mlp, GatedMLP)
         return dataclasses.replace(mlp, down=self._joined(mlp.down, self.mlp))
 

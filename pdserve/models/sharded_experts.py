@@ -1,15 +1,13 @@
-"""Experts over the ranks of a replica: each rank computes the rows of its slots, and all get all rows.
+"""Experts over the ranks of a replica: each rank computes the rows of its slots.
 
-What lives here: cutting the experts' weights, and the `ExpertRunner` that exchanges rows. What does not: the
-layer around it (`pdserve.layers.moe`), attention's ranks (`sharded`), which table is best
-(`pdserve.parallel`).
+What lives here: cutting the experts' weights, and the `ExpertRunner` whose experts lie on ranks. What does
+not: the layer around it (`pdserve.layers.moe`), who sends which rows (`pdserve.parallel.expert_exchange`),
+attention's ranks (`sharded`), which table is best (`pdserve.parallel`).
 
-Ranks of one replica have the same input after attention, so they route and sort alike, and nothing needs to
-be dispatched: rank r's rows are one run of the sorted rows. Rows come back by one gather, padded to the
-fullest rank; the weighted sum is then every rank's own. No number is added across ranks, so the bits are
-those of one device in every mode.
+Ranks of one replica have the same input after attention, so they route and sort alike (`SharedRows`). No
+number is added across ranks, so the bits are those of one device in every mode.
 
-Legend: T tokens, C choices per token, M rows of all ranks, S slots, E hidden size.
+Legend: T tokens, C choices per token, M rows of our slots, S slots, E hidden size, F inner size.
 """
 
 from __future__ import annotations
@@ -17,18 +15,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
 from pdserve.errors import ConfigError
 from pdserve.kernels.activation import silu_mul
 from pdserve.kernels.grouped_linear import PackedGroups, grouped_linear
-from pdserve.kernels.routing import sort_by_slot
 from pdserve.layers.moe import ExpertMap, ExpertRows, LocalExperts, MoE
 from pdserve.layers.replicas import ReplicaMap
 from pdserve.models.config import ModelConfig
-from pdserve.parallel.group import Group
+from pdserve.parallel.expert_exchange import ExpertExchange
 from pdserve.parallel.placement_table import Placement
 from pdserve.parallel.shards import split
 
@@ -107,46 +103,33 @@ def _map_of(table: Placement, number: int) -> ReplicaMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExperts:
-    """gate_up, down: of our slots, slots[group.rank]. slots: by rank, in order, all of the map's."""
+    """gate_up, down: of our slots. exchange: brings rows to them and back."""
 
     gate_up: PackedGroups
     down: PackedGroups
     map: ExpertMap
-    slots: tuple[range, ...]
-    group: Group
+    exchange: ExpertExchange
 
     def __call__(self, x_TE: torch.Tensor, experts_TC: torch.Tensor) -> ExpertRows:
-        """See `ExpertRunner`. Every rank calls it with the same arguments."""
-        order = sort_by_slot(self.map(experts_TC), self.map.num_slots)
-        bounds = order.offsets_S[[0, *(part.stop for part in self.slots)]].tolist()
-        begin, end = bounds[self.group.rank : self.group.rank + 2]
-        own = self.slots[self.group.rank]
-        offsets_S = order.offsets_S[own.start : own.stop + 1] - begin
-        x_ME = x_TE.index_select(0, order.token_of_M[begin:end])
-        hidden_MF = silu_mul(grouped_linear(x_ME, offsets_S, self.gate_up))
+        """See `ExpertRunner`. Every rank calls it in the same order."""
+        sent = self.exchange.dispatch(x_TE, self.map(experts_TC))
+        hidden_MF = silu_mul(grouped_linear(sent.x_ME, sent.offsets_S, self.gate_up))
+        back = self.exchange.combine(grouped_linear(hidden_MF, sent.offsets_S, self.down), sent)
         return ExpertRows(
-            rows_ME=self._gathered(grouped_linear(hidden_MF, offsets_S, self.down), bounds),
-            row_of_TC=order.row_of_TC,
-            counts_X=self.map.counts(order.offsets_S),
+            rows_ME=back.rows_NE,
+            row_of_TC=back.row_of_OC,
+            counts_X=self.map.counts(sent.all_offsets_S),
+            tokens=back.tokens,
         )
 
-    def _gathered(self, ours_ME: torch.Tensor, bounds: list[int]) -> torch.Tensor:
-        """All ranks' rows, in order of slot."""
-        counts = [end - begin for begin, end in pairwise(bounds)]
-        most = max(counts)
-        if most == 0:
-            return ours_ME
-        padded = ours_ME.new_zeros(most, ours_ME.shape[1])
-        padded[: len(ours_ME)] = ours_ME
-        whole = self.group.gather(padded)
-        return torch.cat([rows[:count] for rows, count in zip(whole, counts, strict=True)])
+    def join(self, out_OE: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """See `ExpertRunner`."""
+        return self.exchange.join(out_OE, num_tokens)
 
 
-def over_ranks(moe: MoE, split: ExpertSplit, group: Group) -> MoE:
+def over_ranks(moe: MoE, split: ExpertSplit, exchange: ExpertExchange) -> MoE:
     """A layer built of the rank's own experts, joined to the other ranks'."""
     local = moe.experts
     assert isinstance(local, LocalExperts)
-    joined = RankExperts(
-        gate_up=local.gate_up, down=local.down, map=split.maps[moe.layer], slots=split.slots, group=group
-    )
+    joined = RankExperts(gate_up=local.gate_up, down=local.down, map=split.maps[moe.layer], exchange=exchange)
     return dataclasses.replace(moe, experts=joined)

@@ -13,7 +13,9 @@ A group that failed once stays broken: some of its ranks may have gone on with o
 from __future__ import annotations
 
 import datetime
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,7 +48,9 @@ class GroupConfig:
 
 @dataclass(slots=True)
 class Traffic:
-    """What collectives took so far. num_bytes: of this rank's own tensors, not the wire apart."""
+    """What collectives took so far. num_bytes: of this rank's own tensors, not the wire apart; of an
+    all-to-all only what went to others.
+    """
 
     num_calls: int = 0
     num_bytes: int = 0
@@ -82,6 +86,31 @@ class Group(Protocol):
         """The same on rank 0 alone; None on the others."""
         ...
 
+    def all_to_all(self, x: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Rows change ranks. counts[r][s]: rows that rank r sends to rank s, the same on all ranks.
+
+        x: [rows to rank 0, rows to rank 1, …] in that order, contiguous, with rows of one shape and dtype on
+        all ranks. Returns [rows from rank 0, rows from rank 1, …].
+        """
+        ...
+
+
+def row_bytes(x: torch.Tensor) -> int:
+    """Bytes of one row, whether or not there is any."""
+    return math.prod(x.shape[1:]) * x.itemsize
+
+
+def sent_away(counts: Sequence[Sequence[int]], rank: int) -> int:
+    """Rows of an all-to-all that the rank sends to others."""
+    return sum(counts[rank]) - counts[rank][rank]
+
+
+def received(x: torch.Tensor, counts: Sequence[Sequence[int]], rank: int) -> torch.Tensor:
+    """Room for what an all-to-all brings the rank."""
+    assert x.is_contiguous()
+    assert x.shape[0] == sum(counts[rank])
+    return x.new_empty(sum(of_rank[rank] for of_rank in counts), *x.shape[1:])
+
 
 class TorchGroup:
     """A `Group` over torch.distributed. Nothing global is set up: several can live in one process."""
@@ -107,13 +136,13 @@ class TorchGroup:
 
     def add(self, x: torch.Tensor) -> None:
         """See Group."""
-        self._run(x, lambda: self._backend.allreduce([x]))
+        self._run(x.nbytes, lambda: self._backend.allreduce([x]))
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """See Group. Bytes are moved: any dtype goes."""
         raw = _raw(x)
         out = raw.new_empty(self.size * raw.shape[0])
-        self._run(x, lambda: self._backend._allgather_base(out, raw))
+        self._run(x.nbytes, lambda: self._backend._allgather_base(out, raw))
         return out.view(x.dtype).view(self.size, *x.shape)
 
     def gather_first(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -123,15 +152,27 @@ class TorchGroup:
         options.rootRank = 0
         parts = raw.new_empty(self.size, raw.shape[0]) if self.rank == 0 else None
         outputs = [] if parts is None else [list(parts.unbind())]
-        self._run(x, lambda: self._backend.gather(outputs, [raw], options))
+        self._run(x.nbytes, lambda: self._backend.gather(outputs, [raw], options))
         return None if parts is None else parts.view(x.dtype).view(self.size, *x.shape)
+
+    def all_to_all(self, x: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """See Group. Nobody is asked where no rank has a row for another."""
+        out = received(x, counts, self.rank)
+        if not any(sent_away(counts, rank) for rank in range(self.size)):
+            return out.copy_(x)
+        row = row_bytes(x)
+        gives = [row * count for count in counts[self.rank]]
+        gets = [row * of_rank[self.rank] for of_rank in counts]
+        away = sent_away(counts, self.rank) * row
+        self._run(away, lambda: self._backend.alltoall_base(_raw(out), _raw(x), gets, gives))
+        return out
 
     def close(self) -> None:
         """Leaves the group; peers that still wait for us get an error."""
         self._broken = True
         self._backend = None
 
-    def _run(self, x: torch.Tensor, start: Any) -> None:
+    def _run(self, num_bytes: int, start: Any) -> None:
         if self._broken:
             raise WorkerLost(_GONE)
         began = time.perf_counter()
@@ -142,7 +183,7 @@ class TorchGroup:
             late = "timed out" in str(error).lower()
             raise WorkerLost(LATE if late else _GONE) from error
         self.traffic.num_calls += 1
-        self.traffic.num_bytes += x.nbytes
+        self.traffic.num_bytes += num_bytes
         self.traffic.seconds += time.perf_counter() - began
 
 

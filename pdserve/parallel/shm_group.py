@@ -15,6 +15,7 @@ import functools
 import mmap
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 
 from pdserve.errors import WorkerLost
 from pdserve.kernels.build import ensure_built, plan_build
-from pdserve.parallel.group import LATE, TIMEOUT_S, Traffic
+from pdserve.parallel.group import LATE, TIMEOUT_S, Traffic, received, row_bytes, sent_away
 
 SLOT_BYTES = 1 << 20
 """A tensor moves in pieces of this size: one fits the second cache."""
@@ -39,6 +40,7 @@ def _library() -> ctypes.CDLL:
     head = (_P, _I, _I, _I, _P)
     loaded.pdx_add.argtypes = (*head, _P, _I, _N, ctypes.c_double)
     loaded.pdx_gather.argtypes = (*head, _P, _P, _I, ctypes.c_double)
+    loaded.pdx_all_to_all.argtypes = (*head, _P, _P, _P, ctypes.c_double)
     return loaded
 
 
@@ -71,29 +73,39 @@ class ShmGroup:
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._head = (start, rank, size, slot_bytes, ctypes.addressof(self._turn))
         self._add, self._gather = _library().pdx_add, _library().pdx_gather
+        self._all_to_all = _library().pdx_all_to_all
         self._broken = False
 
     def add(self, x: torch.Tensor) -> None:
         """See Group. x: float32, int32 or uint8."""
-        self._run(x, self._add, x.data_ptr(), x.numel(), _KINDS[x.dtype])
+        self._run(x, x.nbytes, self._add, x.data_ptr(), x.numel(), _KINDS[x.dtype])
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """See Group."""
         out = x.new_empty(self.size, *x.shape)
-        self._run(x, self._gather, x.data_ptr(), out.data_ptr(), x.nbytes)
+        self._run(x, x.nbytes, self._gather, x.data_ptr(), out.data_ptr(), x.nbytes)
         return out
 
     def gather_first(self, x: torch.Tensor) -> torch.Tensor | None:
         """See Group. Others than rank 0 do not wait for it."""
         out = x.new_empty(self.size, *x.shape) if self.rank == 0 else None
-        self._run(x, self._gather, x.data_ptr(), None if out is None else out.data_ptr(), x.nbytes)
+        self._run(x, x.nbytes, self._gather, x.data_ptr(), None if out is None else out.data_ptr(), x.nbytes)
+        return out
+
+    def all_to_all(self, x: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """See Group."""
+        out = received(x, counts, self.rank)
+        row = row_bytes(x)
+        sizes = torch.tensor(counts, dtype=torch.int64) * row
+        away = sent_away(counts, self.rank) * row
+        self._run(x, away, self._all_to_all, x.data_ptr(), out.data_ptr(), sizes.data_ptr())
         return out
 
     def close(self) -> None:
         """No more calls. The mapping goes with this object."""
         self._broken = True
 
-    def _run(self, x: torch.Tensor, call: Any, *arguments: Any) -> None:
+    def _run(self, x: torch.Tensor, num_bytes: int, call: Any, *arguments: Any) -> None:
         assert x.is_contiguous()
         if self._broken:
             raise WorkerLost(LATE)
@@ -102,5 +114,5 @@ class ShmGroup:
             self._broken = True
             raise WorkerLost(LATE)
         self.traffic.num_calls += 1
-        self.traffic.num_bytes += x.nbytes
+        self.traffic.num_bytes += num_bytes
         self.traffic.seconds += time.perf_counter() - began

@@ -1,4 +1,4 @@
-// Collectives between the ranks of one machine over one shared segment: add and gather.
+// Collectives between the ranks of one machine over one shared segment: add, gather, and all to all.
 //
 //   0              64 x ranks, padded to 4 KiB
 //   | flag rank 0, flag rank 1, … | rank 0 even, odd | rank 1 even, odd | …      each slot is slot_bytes long
@@ -78,16 +78,66 @@ struct Exchange {
         if (f.sleepers.load() != 0) syscall(SYS_futex, &f.turn, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
     }
 
-    // Starts a turn: our bytes lie in our slot and the others know. False: somebody was too late.
-    bool give(const char* from, long bytes) {
+    // Starts a turn: what fill writes lies in our slot and the others know. False: somebody was too late.
+    template <class F> bool give_with(F fill) {
         for (long r = 0; r < ranks; r++)
             if (r != rank && !wait(r, turn)) return false;
         turn++;
-        std::memcpy(slot(rank), from, bytes);
+        fill(slot(rank));
         publish();
         return true;
     }
+    bool give(const char* from, long bytes) {
+        return give_with([&](char* to) { std::memcpy(to, from, bytes); });
+    }
 };
+
+// Who sends how much to whom. A rank's stream is what it sends to the others, in order of rank: its own part
+// stays out of the segment.
+struct Lots {
+    const int64_t* bytes;  // [ranks][ranks], from and to
+    long ranks;
+
+    long of(long from, long to) const { return bytes[from * ranks + to]; }
+    long begin(long from, long to) const {  // in the stream of `from`
+        long at = 0;
+        for (long r = 0; r < to; r++) at += r == from ? 0 : of(from, r);
+        return at;
+    }
+    long most() const {
+        long most = 0;
+        for (long r = 0; r < ranks; r++) most = std::max(most, begin(r, ranks));
+        return most;
+    }
+};
+
+// Bytes [at, at + size) of rank's stream, out of x, which has the own part where its turn is.
+void fill_stream(char* to, const char* x, const Lots& lots, long rank, long at, long size) {
+    const long hole = lots.begin(rank, rank);
+    const long before = std::clamp<long>(hole - at, 0, size);
+    std::memcpy(to, x + at, before);
+    std::memcpy(to + before, x + at + before + lots.of(rank, rank), size - before);
+}
+
+bool all_to_all(Exchange& e, const char* x, char* out, const Lots& lots) {
+    const long me = e.rank, own = lots.of(me, me), length = lots.begin(me, e.ranks), most = lots.most();
+    long to_own = 0;
+    for (long r = 0; r < me; r++) to_own += lots.of(r, me);
+    std::memcpy(out + to_own, x + lots.begin(me, me), own);
+    for (long at = 0; at < most; at += e.slot_bytes) {
+        const long size = std::clamp<long>(length - at, 0, e.slot_bytes);
+        if (!e.give_with([&](char* slot) { fill_stream(slot, x, lots, me, at, size); })) return false;
+        char* to = out;
+        for (long r = 0; r < e.ranks; to += lots.of(r, me), r++) {
+            const long begin = lots.begin(r, me), from = std::max(begin, at);
+            const long end = std::min(begin + lots.of(r, me), at + e.slot_bytes);
+            if (r == me || from >= end) continue;  // nothing of theirs is ours in this turn
+            if (!e.wait(r, e.turn)) return false;
+            std::memcpy(to + from - begin, e.slot(r) + from - at, end - from);
+        }
+    }
+    return true;
+}
 
 template <class T> void sum(const Exchange& e, T* to, long count) {
     std::memcpy(to, e.slot(0), count * sizeof(T));
@@ -136,6 +186,16 @@ PDX_EXPORT int pdx_gather(void* segment, int64_t rank, int64_t ranks, int64_t sl
             if (good) std::memcpy(static_cast<char*>(out) + r * bytes + at, e.slot(r), piece);
         }
     }
+    *turn = e.turn;
+    return good ? 0 : 1;
+}
+
+// x: for each rank, in order, the bytes it gets; out: from each rank, in order, what it sends. bytes: [ranks][ranks],
+// from and to, the same on all ranks. Returns as pdx_add.
+PDX_EXPORT int pdx_all_to_all(void* segment, int64_t rank, int64_t ranks, int64_t slot_bytes, uint32_t* turn,
+                              const void* x, void* out, const int64_t* bytes, double timeout_s) {
+    Exchange e{static_cast<char*>(segment), rank, ranks, slot_bytes, *turn, now() + timeout_s};
+    const bool good = all_to_all(e, static_cast<const char*>(x), static_cast<char*>(out), Lots{bytes, ranks});
     *turn = e.turn;
     return good ? 0 : 1;
 }
