@@ -82,6 +82,13 @@ class WorkerConfig:
     expert_placement: str = setting(
         "", help="Snapshot of experts (pdserve experts --save) to start with; empty: in order."
     )
+    expert_slots: int = setting(
+        0,
+        help="Room for experts of a layer on each rank where no placement is given; 0: as many as needed. "
+        "What is over is for replicas.",
+        unit="experts",
+        minimum=0,
+    )
     rank_exchange: str = setting("shm", help="How the ranks exchange tensors.", choices=RANK_EXCHANGES)
     nice: int = setting(0, help="Added to the process's nice value at start.", minimum=0, maximum=19)
     decode_pace_s: float = setting(

@@ -132,6 +132,11 @@ class ModelRunner:
         return self._kv.page_size
 
     @property
+    def decoder(self) -> Decoder:
+        """What is computed with; the compute thread's."""
+        return self._decoder
+
+    @property
     def expert_load(self) -> ExpertLoad | None:
         """Tokens by layer and expert since start or its `reset`; None for a model without experts."""
         return self._decoder.expert_load

@@ -8,7 +8,8 @@ Legend: M rows, G groups, N outputs, K inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -22,7 +23,8 @@ from pdserve.kernels.native import DTYPE_CODE, library
 class PackedGroups:
     """Weights of all groups, each in the panels of `PackedLinear`. weights: [G, packed elements].
 
-    A group's weight may be replaced while no product runs: `replace`.
+    A group's weight may be replaced while no product runs: `replace`. rows, at_G: where the groups' weights
+    lie apart (`scattered`), each of them, and int64 their addresses; `weights` is empty then.
     """
 
     weights: torch.Tensor
@@ -30,6 +32,8 @@ class PackedGroups:
     num_in: int
     dtype: torch.dtype
     panel: int
+    rows: tuple[torch.Tensor, ...] = ()
+    at_G: torch.Tensor | None = None
 
     @classmethod
     def pack(cls, weight_GNK: torch.Tensor, *, dtype: torch.dtype | None = None) -> PackedGroups:
@@ -48,14 +52,23 @@ class PackedGroups:
     @property
     def num_groups(self) -> int:
         """G."""
-        return self.weights.shape[0]
+        return len(self.rows) or self.weights.shape[0]
+
+    def row(self, group: int) -> torch.Tensor:
+        """One group's packed elements, in place."""
+        return self.rows[group] if self.rows else self.weights[group]
+
+    def scattered(self, rows: Sequence[torch.Tensor]) -> PackedGroups:
+        """Groups of the same shape with these packed weights, wherever they lie; nothing is copied."""
+        at_G = torch.tensor([row.data_ptr() for row in rows], dtype=torch.int64)
+        return replace(self, weights=self.weights[:0], rows=tuple(rows), at_G=at_G)
 
     def replace(self, group: int, weight_NK: torch.Tensor) -> None:
         """Overwrites one group's weight with a plain one."""
         assert tuple(weight_NK.shape) == (self.num_out, self.num_in)
         plain = weight_NK.to(self.dtype).contiguous()
         library().pds_pack_linear(
-            self.weights[group].data_ptr(),
+            self.row(group).data_ptr(),
             plain.data_ptr(),
             self.num_out,
             self.num_in,
@@ -65,7 +78,7 @@ class PackedGroups:
     def group(self, group: int) -> PackedLinear:
         """One group as a linear layer over the same memory."""
         return PackedLinear(
-            weight=self.weights[group], bias=None, num_out=self.num_out, num_in=self.num_in,
+            weight=self.row(group), bias=None, num_out=self.num_out, num_in=self.num_in,
             dtype=self.dtype, panel=self.panel,
         )  # fmt: skip
 
@@ -84,8 +97,9 @@ def grouped_linear(
     x_MK = x_MK.contiguous()
     rows = x_MK.shape[0]
     out = torch.empty(rows, packed.num_out, dtype=torch.float32 if out_float32 else packed.dtype)
+    where = (packed.weights.data_ptr(), None) if packed.at_G is None else (None, packed.at_G.data_ptr())
     fits = library().pds_grouped_linear(
-        out.data_ptr(), x_MK.data_ptr(), packed.weights.data_ptr(), offsets_G.data_ptr(),
+        out.data_ptr(), x_MK.data_ptr(), *where, offsets_G.data_ptr(),
         packed.num_groups, rows, packed.num_out, packed.num_in, DTYPE_CODE[packed.dtype], out_float32,
     )  # fmt: skip
     assert fits, "the offsets are not those of the rows"

@@ -25,7 +25,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pds_isa": (ctypes.c_char_p, ()),
     "pds_pack_linear": (None, (_P, _P, _I, _I, _N)),
     "pds_linear": (None, (_P, _P, _P, _P, _I, _I, _I, _N, _N)),
-    "pds_grouped_linear": (_N, (_P, _P, _P, _P, _I, _I, _I, _I, _N, _N)),
+    "pds_grouped_linear": (_N, (_P, _P, _P, _P, _P, _I, _I, _I, _I, _N, _N)),
     "pds_route_top_k": (None, (_P, _P, _P, _P, _I, _I, _I, _I, _I, _N, _N, _F)),
     "pds_sort_by_slot": (_I, (_P, _P, _P, _P, _I, _I, _I)),
     "pds_write_latent": (_N, (_P, _P, _I, _P, _I, _N)),

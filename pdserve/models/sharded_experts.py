@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -127,9 +128,37 @@ class RankExperts:
         return self.exchange.join(out_OE, num_tokens)
 
 
+class Comparison(Protocol):
+    """Another table beside the one that serves."""
+
+    same: bool | None
+
+    def compare(self, serving: RankExperts, x_TE: torch.Tensor, experts_TC: torch.Tensor) -> None:
+        """Computes rows with both; sets `same`."""
+        ...
+
+
+class SwapExperts:
+    """Experts over ranks whose table changes between two steps, on all ranks at the same one."""
+
+    def __init__(self, experts: RankExperts) -> None:
+        self.current = experts
+        self.trial: Comparison | None = None
+
+    def __call__(self, x_TE: torch.Tensor, experts_TC: torch.Tensor) -> ExpertRows:
+        """See `ExpertRunner`. With a trial, that is shown the first rows that come by."""
+        if self.trial is not None and self.trial.same is None and len(x_TE):
+            self.trial.compare(self.current, x_TE, experts_TC)
+        return self.current(x_TE, experts_TC)
+
+    def join(self, out_OE: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """See `ExpertRunner`."""
+        return self.current.join(out_OE, num_tokens)
+
+
 def over_ranks(moe: MoE, split: ExpertSplit, exchange: ExpertExchange) -> MoE:
     """A layer built of the rank's own experts, joined to the other ranks'."""
     local = moe.experts
     assert isinstance(local, LocalExperts)
     joined = RankExperts(gate_up=local.gate_up, down=local.down, map=split.maps[moe.layer], exchange=exchange)
-    return dataclasses.replace(moe, experts=joined)
+    return dataclasses.replace(moe, experts=SwapExperts(joined))

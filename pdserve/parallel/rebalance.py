@@ -47,10 +47,12 @@ class RebalanceConfig:
     enough for any plan; a plan with a layer that needs more than there are is rejected.
 
     at_once: copies that run at the same time at most. timeout_s: of a wave's copies, and of its canary.
-    rest_s: after a roll-back or a failed copy no plan is taken for so long.
+    rest_s: after a roll-back or a failed copy no plan is taken for so long. layers: of a wave at most; a
+    canary computes them twice.
     """
 
     spare_slots: int
+    layers: int = 1 << 30
     at_once: int = 4
     timeout_s: float = 60.0
     rest_s: float = 30.0
@@ -164,7 +166,8 @@ class Rebalancer:
             if target.layers[layer] == here.layers[layer]:
                 continue
             more = [*copies, *self._copies.get(layer, ())]
-            if layers and _most(more) > self._config.spare_slots:
+            full = len(layers) == self._config.layers or _most(more) > self._config.spare_slots
+            if layers and full:
                 break
             layers.append(layer)
             copies = more

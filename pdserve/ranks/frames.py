@@ -33,13 +33,16 @@ class Kind(IntEnum):
     FAILED = 3
     """JSON: label and message of the error that ends the rank."""
     PLAN = 4
-    """u64 serial number, then a step plan."""
+    """u64 serial number, u32 version of the experts' tables, then a step plan."""
     DONE = 5
-    """u64 serial number: the step is computed, and nothing of it touches a page any more. 0: built."""
+    """u64 serial number: the step is computed, and nothing of it touches a page any more. 0: built. Then
+    words about experts (`tender`), if there are any."""
     STOP = 6
     """Empty: end."""
     MEET = 7
     """Empty: all ranks are ready, join the group. With the descriptor of its shared memory, if any."""
+    ORDERS = 8
+    """Orders about experts (`tender`), before a plan; without an answer. With a ferry's descriptor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

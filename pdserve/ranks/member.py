@@ -19,20 +19,22 @@ from pdserve.errors import InternalError, PdserveError, WorkerLost
 from pdserve.garbage import keep_what_is_loaded
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.loader import load_model
-from pdserve.parallel.expert_files import read_placement
 from pdserve.parallel.shards import thread_share
 from pdserve.ranks.beats import Beats
 from pdserve.ranks.config import RankConfig
-from pdserve.ranks.frames import Kind, receive, send
+from pdserve.ranks.frames import Frame, Kind, receive, send
 from pdserve.ranks.meeting import joint_numerics, meet
+from pdserve.ranks.placing import first_table, tender_of
 from pdserve.ranks.plans import decode_plan
 from pdserve.ranks.pools import pages_within, rank_layouts
+from pdserve.ranks.tender import Tender, decode, encode
 
 log = logging.getLogger(__name__)
 
 EXIT_LOST = 75
 """The status of a rank whose replica is over: nothing is wrong with it."""
 SERIAL = struct.Struct("<Q")
+HEAD = struct.Struct("<QI")
 
 
 def serve_rank(config: RankConfig) -> int:
@@ -41,10 +43,10 @@ def serve_rank(config: RankConfig) -> int:
     beats = Beats({0: life}, _leader_lost)
     beats.start()
     try:
-        runner, pool = _load(config, work)
+        runner, pool, tender = _load(config, work)
         keep_what_is_loaded()
         send(work, Kind.DONE, SERIAL.pack(0))
-        _compute(runner, work)
+        _compute(runner, work, tender)
         beats.close()
         pool.close()
     except WorkerLost as error:
@@ -83,7 +85,7 @@ def _fail(work: socket.socket, error: PdserveError) -> None:
         send(work, Kind.FAILED, json.dumps({"label": error.label, "message": error.message}).encode())
 
 
-def _load(config: RankConfig, work: socket.socket) -> tuple[ModelRunner, KVPool]:
+def _load(config: RankConfig, work: socket.socket) -> tuple[ModelRunner, KVPool, Tender | None]:
     """Loads, makes the pool, tells the leader, meets the others, builds."""
     worker, rank = config.worker_config, config.rank
     model = load_model(worker.model, worker.dtype)
@@ -99,21 +101,40 @@ def _load(config: RankConfig, work: socket.socket) -> tuple[ModelRunner, KVPool]
         raise WorkerLost("the replica's leader is out of step")
     group = meet(worker, rank, config.meeting, frame.fd)
     threads = thread_share(worker.threads, worker.tp, rank)
+    table = first_table(worker, model.config)
     runner = ModelRunner(
         model,
         pool,
         deterministic=worker.deterministic,
         group=group,
-        placement=read_placement(worker.expert_placement),
+        placement=table,
         threads=threads,
     )
-    return runner, pool
+    return runner, pool, None if table is None else tender_of(runner, table, rank)
 
 
-def _compute(runner: ModelRunner, work: socket.socket) -> None:
-    """Carries out plans in order until told to stop."""
-    while (frame := receive(work)).kind is Kind.PLAN:
-        runner.execute(decode_plan(frame.body[SERIAL.size :]))
-        send(work, Kind.DONE, frame.body[: SERIAL.size])
+def _compute(runner: ModelRunner, work: socket.socket, tender: Tender | None) -> None:
+    """Carries out plans in order, and orders about experts between them, until told to stop."""
+    while (frame := receive(work, with_fd=True)).kind in (Kind.PLAN, Kind.ORDERS):
+        if frame.kind is Kind.ORDERS:
+            _obey(tender, frame)
+            continue
+        serial, version = HEAD.unpack(frame.body[: HEAD.size])
+        if version != (0 if tender is None else tender.version):
+            raise WorkerLost("the replica's leader is out of step")
+        runner.execute(decode_plan(frame.body[HEAD.size :]))
+        words = [] if tender is None else tender.words()
+        send(work, Kind.DONE, SERIAL.pack(serial) + (encode(words) if words else b""))
     if frame.kind is not Kind.STOP:
         raise WorkerLost("the replica's leader said something that a rank does not know")
+
+
+def _obey(tender: Tender | None, frame: Frame) -> None:
+    try:
+        if tender is None:
+            raise WorkerLost("the replica's leader is out of step")
+        for order in decode(frame.body):
+            tender.order(order, frame.fd)
+    finally:
+        if frame.fd is not None:
+            os.close(frame.fd)

@@ -37,7 +37,6 @@ from pdserve.errors import ConfigError, WorkerLost
 from pdserve.kvcache.layout import PageLayout
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.loaded import LoadedModel
-from pdserve.parallel.expert_files import read_placement
 from pdserve.parallel.group import TIMEOUT_S
 from pdserve.parallel.shards import thread_share
 from pdserve.parallel.shm_group import make_segment
@@ -46,8 +45,11 @@ from pdserve.ranks.config import Launch, RankConfig, RankProcess, meeting
 from pdserve.ranks.door import Door, Seat
 from pdserve.ranks.frames import Frame, Kind, receive, send
 from pdserve.ranks.meeting import RankGroup, joint_numerics, meet
+from pdserve.ranks.placing import first_table, tender_of
 from pdserve.ranks.pools import ReplicaPools, pages_within, rank_layouts
+from pdserve.ranks.rebalancing import Rebalancing
 from pdserve.ranks.runner import SERIAL, ParallelRunner, expect_done, failure
+from pdserve.ranks.tender import Tender
 
 START_S = 280.0
 """How long ranks may take until they have loaded; a fleet waits a little longer for the worker."""
@@ -66,6 +68,7 @@ class Replica:
         self._seats: dict[int, Seat] = {}
         self._beats: Beats | None = None
         self._group: RankGroup | None = None
+        self._tender: Tender | None = None
         self._pools: ReplicaPools | None = None
         token = secrets.token_hex(32)
         self._door = Door(directory, token, config.tp)
@@ -129,6 +132,8 @@ class Replica:
         with self._lock:
             self._over = True
         self._door.close()
+        if self._tender is not None:
+            self._tender.close()
         for seat in self._seats.values():
             with contextlib.suppress(WorkerLost):
                 send(seat.work, Kind.STOP)
@@ -156,20 +161,25 @@ class Replica:
         return meet(self._config, 0, meeting(self._directory), fd)
 
     def _runner(self, model: LoadedModel, pool: KVPool, group: RankGroup) -> ParallelRunner:
+        table = first_table(self._config, model.config)
+        works = [seat.work for seat in self._seats.values()]
         runner = ParallelRunner(
             model,
             pool,
             group=group,
-            ranks=[seat.work for seat in self._seats.values()],
+            ranks=works,
             on_lost=self._lost,
             deterministic=self._config.deterministic,
-            placement=read_placement(self._config.expert_placement),
+            placement=table,
             threads=thread_share(self._config.threads, self._config.tp, 0),
         )
         for seat in self._seats.values():  # from now on nobody has to wait long for anybody
             seat.work.settimeout(START_S)
             expect_done(receive(seat.work), SERIAL.pack(0))
             seat.work.settimeout(TIMEOUT_S)
+        if table is not None:
+            self._tender = tender_of(runner, table, 0)
+            runner.rebalance_with(Rebalancing(table, self._tender, works), self._tender)
         return runner
 
     def _lost(self, reason: str) -> None:

@@ -22,10 +22,14 @@ from pdserve.models.loaded import LoadedModel
 from pdserve.ranks.frames import Frame, Kind, receive, send
 from pdserve.ranks.meeting import RankGroup
 from pdserve.ranks.plans import encode_plan
+from pdserve.ranks.rebalancing import Rebalancing
+from pdserve.ranks.tender import Tender, decode
 from pdserve.sched.plan import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 SERIAL = struct.Struct("<Q")
+_VERSION = struct.Struct("<I")
+_NOTHING = StepPlan(step_id=0, seqs=())
 
 
 class ParallelRunner(ModelRunner):
@@ -48,6 +52,17 @@ class ParallelRunner(ModelRunner):
         self._ranks = tuple(ranks)
         self._on_lost = on_lost
         self._serial = 0
+        self.rebalancing: Rebalancing | None = None
+        self._tender: Tender | None = None
+
+    def rebalance_with(self, rebalancing: Rebalancing, tender: Tender) -> None:
+        """From now on experts can change their places. tender: rank 0's."""
+        self.rebalancing, self._tender = rebalancing, tender
+
+    def idle_step(self) -> None:
+        """A step that computes nothing, for a rebalance while there are no others. Compute thread. Raises
+        WorkerLost, as `execute`."""
+        self.execute(_NOTHING)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """As ModelRunner's, on all ranks. Raises WorkerLost, after `on_lost`, when the replica is over: then
@@ -55,12 +70,17 @@ class ParallelRunner(ModelRunner):
         self._serial += 1
         serial = SERIAL.pack(self._serial)
         try:
-            data = serial + encode_plan(plan)
+            if self.rebalancing is not None:
+                self.rebalancing.before_step()
+            version = 0 if self.rebalancing is None else self.rebalancing.version
+            data = serial + _VERSION.pack(version) + encode_plan(plan)
             for rank in self._ranks:
                 send(rank, Kind.PLAN, data)
             result = super().execute(plan)
-            for rank in self._ranks:
-                expect_done(receive(rank), serial)
+            words = [expect_done(receive(rank), serial) for rank in self._ranks]
+            if self.rebalancing is not None and self._tender is not None:
+                told = [self._tender.words(), *(decode(of_rank) for of_rank in words)]
+                self.rebalancing.after_step(told, rows=bool(plan.seqs))
         except Exception as error:
             log.exception("a step of several ranks failed")
             self._on_lost("a step failed on one of its ranks")
@@ -68,12 +88,13 @@ class ParallelRunner(ModelRunner):
         return result
 
 
-def expect_done(frame: Frame, serial: bytes) -> None:
-    """Raises what a rank failed with, or WorkerLost, if this is not its word that it is done."""
+def expect_done(frame: Frame, serial: bytes) -> bytes:
+    """What a rank says beside that it is done. Raises what it failed with, or WorkerLost for another word."""
     if frame.kind is Kind.FAILED:
         raise failure(frame)
-    if frame.kind is not Kind.DONE or frame.body != serial:
+    if frame.kind is not Kind.DONE or not frame.body.startswith(serial):
         raise WorkerLost("a rank of this replica is out of step")
+    return frame.body[len(serial) :]
 
 
 def failure(frame: Frame) -> PdserveError:

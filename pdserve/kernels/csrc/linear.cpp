@@ -156,8 +156,10 @@ struct GroupTask {
     int64_t start, rows, group, from_block, panel, end_panel;
 };
 
-// Rows [offsets[g], offsets[g + 1]) times weight g, for all groups in one parallel region.
-template <class T> void grouped_product(Product p, const T* x, const int64_t* offsets, long groups, long num_in) {
+// Rows [offsets[g], offsets[g + 1]) times weight g, for all groups in one parallel region. at: where each weight is, or
+// null where they follow each other.
+template <class T>
+void grouped_product(Product p, const u32* const* at, const T* x, const int64_t* offsets, long groups, long num_in) {
     static thread_local Scratch scratch;
     static thread_local std::vector<GroupTask> list;
     const long panels = (p.num_out + NR - 1) / NR, weight_words = panels * p.words / kWordsPerStep<T> * NR;
@@ -184,7 +186,7 @@ template <class T> void grouped_product(Product p, const T* x, const int64_t* of
         const GroupTask& task = tasks[i];
         Product part = p;
         part.rows += task.start * kRow;
-        part.weight += task.group * weight_words;
+        part.weight = at == nullptr ? p.weight + task.group * weight_words : at[task.group];
         part.out = static_cast<char*>(p.out) + task.start * p.num_out * (p.out_float ? sizeof(float) : sizeof(T));
         part.num_rows = task.rows;
         const RowBlocks blocks(task.rows, kMaxRows<T>);
@@ -242,15 +244,17 @@ PDS_EXPORT void pds_linear(void* out, const void* x, const void* weight, const f
     product(p, static_cast<const bf16*>(x), num_in);
 }
 
-// weight: one packed weight per group, one after the other. offsets: groups + 1, ascending. Returns whether they end
-// with `rows`; otherwise nothing is computed.
-PDS_EXPORT int pds_grouped_linear(void* out, const void* x, const void* weight, const int64_t* offsets, int64_t groups,
-                                  int64_t rows, int64_t num_out, int64_t num_in, int dtype, int out_float) {
+// weight: one packed weight per group, one after the other; or null, then at[g] is group g's. offsets: groups + 1,
+// ascending. Returns whether they end with `rows`; otherwise nothing is computed.
+PDS_EXPORT int pds_grouped_linear(void* out, const void* x, const void* weight, const void* const* at,
+                                  const int64_t* offsets, int64_t groups, int64_t rows, int64_t num_out, int64_t num_in,
+                                  int dtype, int out_float) {
     if (offsets[0] != 0 || offsets[groups] != rows) return 0;
     if (rows == 0) return 1;
     Product p{nullptr, 0, static_cast<const u32*>(weight), nullptr, out, rows, num_out, num_in, out_float != 0};
     if (dtype == kBfloat16) p.words = (num_in + 1) / 2 * kWordsPerStep<bf16>;
-    if (dtype == kFloat32) grouped_product(p, static_cast<const float*>(x), offsets, groups, num_in);
-    else grouped_product(p, static_cast<const bf16*>(x), offsets, groups, num_in);
+    const u32* const* weights = weight != nullptr ? nullptr : reinterpret_cast<const u32* const*>(at);
+    if (dtype == kFloat32) grouped_product(p, weights, static_cast<const float*>(x), offsets, groups, num_in);
+    else grouped_product(p, weights, static_cast<const bf16*>(x), offsets, groups, num_in);
     return 1;
 }

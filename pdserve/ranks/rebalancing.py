@@ -1,0 +1,300 @@
+"""The driver of the rebalancer in a replica: a leader that carries its effects out over all ranks.
+
+What lives here: effects as orders to ranks, words of ranks as events, and who has which lane of the ferry.
+What does not: the machine between plan and table (`pdserve.parallel.rebalance`), what a rank does with an
+order (`tender`), planning, and when to plan (`pdserve.worker.expert_keeper`).
+
+All ranks get their orders before the same plan, which names the version of the tables that it is to be
+computed with. The compute thread calls everything but `offer`, `busy` and `status`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pdserve.parallel.placement_table import Copy, Placement
+from pdserve.parallel.rebalance import RebalanceConfig, Rebalancer
+from pdserve.parallel.rebalance_events import (
+    CanaryDone,
+    CopyDone,
+    CopyFailed,
+    DropCopies,
+    Effect,
+    Event,
+    Install,
+    PlanReady,
+    RunCanary,
+    StartCopy,
+    StepBoundary,
+    Tick,
+    Told,
+)
+from pdserve.ranks.ferry import make_ferry
+from pdserve.ranks.frames import Kind, send
+from pdserve.ranks.tender import Order, Tender, Word, encode
+
+log = logging.getLogger(__name__)
+LANES = 2
+"""Copies at once: one leaves its source while another reaches its target."""
+IDLE_STEPS = 3
+"""After so many steps without rows a canary gets rows of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RebalanceStatus:
+    """What a worker tells of its rebalances. outcomes: plans that ended, by how. copied_bytes: of weights
+    that reached their rank. last: the last plan's end in words."""
+
+    table: Placement
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+    copied_bytes: int = 0
+    last: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Trip:
+    """A copy on its way. lane: None once its weights are in their block. dropped: nobody wants it."""
+
+    copy: Copy
+    lane: int | None
+    dropped: bool = False
+
+
+class Rebalancing:
+    """Of one replica; rank 0 is this process."""
+
+    def __init__(
+        self,
+        table: Placement,
+        tender: Tender,
+        ranks: Sequence[socket.socket],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """table: with which all ranks were built. ranks: connections to ranks 1 and up, in order."""
+        config = RebalanceConfig(
+            spare_slots=table.slots_per_rank, at_once=LANES, layers=max(1, table.num_layers // 8)
+        )
+        self._rebalancer = Rebalancer(table, config)
+        self._tender, self._ranks = tender, tuple(ranks)
+        self._block_bytes, self._clock = tender.block_bytes, clock
+        self._offers: deque[Placement] = deque()
+        self._orders: list[list[Order]] = [[] for _ in range(len(ranks) + 1)]
+        self._lanes = list(range(LANES))
+        self._ferry_is_open = False
+        self._trips: dict[int, _Trip] = {}
+        self._last_trip = 0
+        self._waiting: deque[Copy] = deque()
+        self._judging = False
+        self._idle_steps = 0
+        self._table, self._version = table, 0
+        self._status = RebalanceStatus(table=table)
+
+    @property
+    def status(self) -> RebalanceStatus:
+        """At this moment; any thread."""
+        return self._status
+
+    @property
+    def busy(self) -> bool:
+        """Whether steps are wanted, with rows or without; any thread."""
+        return bool(self._offers) or self._rebalancer.busy or bool(self._trips)
+
+    @property
+    def version(self) -> int:
+        """Of the tables of the next step."""
+        return self._version
+
+    def offer(self, table: Placement) -> None:
+        """A table to come to; what becomes of it is in `status`. Any thread."""
+        self._offers.append(table)
+
+    def before_step(self) -> None:
+        """Sends what ranks are to do before the next plan. Raises WorkerLost."""
+        while self._offers:
+            self._feed(PlanReady(table=self._offers.popleft()))
+        if self._rebalancer.busy:
+            self._feed(Tick())
+            self._feed(StepBoundary())
+        if self._judging and self._idle_steps >= IDLE_STEPS:
+            self._idle_steps = 0
+            self._tell_all({"do": "probe"})
+        self._flush()
+
+    def after_step(self, words: Sequence[Sequence[Word]], *, rows: bool) -> None:
+        """words: by rank, what came with the end of the step. rows: whether it computed any."""
+        self._idle_steps = 0 if rows else self._idle_steps + 1
+        for of_rank in words:
+            for word in of_rank:
+                self._hear(word)
+        verdicts = [word["same"] for of_rank in words for word in of_rank if word["word"] == "canary"]
+        if self._judging and len(verdicts) == len(self._orders):
+            self._judging = False
+            self._feed(CanaryDone(same=all(verdicts)))
+
+    # -- effects -----------------------------------------------------------------------------------------
+
+    def _feed(self, event: Event) -> None:
+        for effect in self._rebalancer.feed(event, self._clock()):
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case StartCopy(copy=copy):
+                self._waiting.append(copy)
+                self._start_copies()
+            case DropCopies(copies=copies):
+                self._drop(copies)
+            case RunCanary(table=table, layers=layers, copies=copies):
+                self._judging, self._idle_steps = True, 0
+                new = [(copy.layer, copy.expert, copy.slot) for copy in copies]
+                self._tell_all({"do": "try", "tables": _tables(table, layers), "copies": new})
+            case Install(coverage=coverage, copies=copies):
+                self._install(coverage.table, copies)
+            case Told():
+                self._told(effect)
+            case _:  # WantPlan: a lost rank ends the replica, so nobody feeds RankLost
+                raise AssertionError("an effect that no driver carries out")
+
+    def _install(self, table: Placement, copies: Sequence[Copy]) -> None:
+        layers = [n for n, layer in enumerate(table.layers) if layer != self._table.layers[n]]
+        self._version += 1
+        self._table = table
+        self._tell_all({"do": "install", "tables": _tables(table, layers), "version": self._version})
+        done = set(copies)
+        self._trips = {number: trip for number, trip in self._trips.items() if trip.copy not in done}
+        self._status = replace(self._status, table=table)
+
+    def _told(self, told: Told) -> None:
+        if self._judging:
+            self._judging = False
+            self._tell_all({"do": "untry"})
+        words = f"{told.outcome}: {told.problem}" if told.problem else told.outcome
+        log.info("rebalance of experts %s, %d copies installed", words, told.copies)
+        outcomes = Counter(self._status.outcomes) + Counter([told.outcome])
+        self._status = replace(self._status, outcomes=outcomes, last=words)
+
+    # -- copies ------------------------------------------------------------------------------------------
+
+    def _start_copies(self) -> None:
+        while self._waiting and self._lanes:
+            copy = self._waiting.popleft()
+            if copy.source is None:
+                self._feed(CopyFailed(copy=copy, problem="no rank holds the expert"))
+                continue
+            if not self._ferry_is_open:
+                self._ferry_is_open = True
+                self._tell_all({"do": "open", "lane_bytes": self._block_bytes})
+            self._last_trip += 1
+            lane = self._lanes.pop()
+            self._trips[self._last_trip] = _Trip(copy=copy, lane=lane)
+            self._tell(
+                copy.source,
+                {
+                    "do": "give",
+                    "copy": self._last_trip,
+                    "layer": copy.layer,
+                    "expert": copy.expert,
+                    "lane": lane,
+                },
+            )
+
+    def _hear(self, word: Word) -> None:
+        if word["word"] == "canary":
+            return
+        number = word["copy"]
+        if word["word"] == "given":
+            self._given(number, self._trips[number], word["digest"])
+        else:
+            self._taken(number, self._trips[number], word["same"])
+
+    def _given(self, number: int, trip: _Trip, digest: str) -> None:
+        if trip.dropped:
+            self._end(number, trip)
+            return
+        copy = trip.copy
+        self._tell(
+            copy.rank,
+            {
+                "do": "take", "copy": number, "layer": copy.layer, "expert": copy.expert, "lane": trip.lane,
+                "digest": digest,
+            },
+        )  # fmt: skip
+
+    def _taken(self, number: int, trip: _Trip, same: bool) -> None:
+        if trip.dropped:
+            self._end(number, trip, taken=True)
+            return
+        self._free_lane(trip)
+        if same:
+            copied = self._status.copied_bytes + self._block_bytes
+            self._status = replace(self._status, copied_bytes=copied)
+            self._feed(CopyDone(copy=trip.copy))
+        else:
+            self._feed(CopyFailed(copy=trip.copy, problem="its weights came in damaged"))
+        self._start_copies()
+
+    def _drop(self, copies: Sequence[Copy]) -> None:
+        gone = set(copies)
+        self._waiting = deque(copy for copy in self._waiting if copy not in gone)
+        for number, trip in list(self._trips.items()):
+            if trip.copy not in gone or trip.dropped:
+                continue
+            trip.dropped = True
+            if trip.lane is None:
+                self._end(number, trip, taken=True)
+            else:  # its rank says a last word
+                assert trip.copy.source is not None
+                for rank in {trip.copy.source, trip.copy.rank}:
+                    self._tell(rank, {"do": "stop", "copy": number})
+
+    def _end(self, number: int, trip: _Trip, *, taken: bool = False) -> None:
+        """A dropped copy is over: nobody touches its lane and its block."""
+        self._free_lane(trip)
+        del self._trips[number]
+        if taken:
+            copy = trip.copy
+            self._tell(copy.rank, {"do": "drop", "layer": copy.layer, "expert": copy.expert})
+        self._start_copies()
+
+    def _free_lane(self, trip: _Trip) -> None:
+        if trip.lane is not None:
+            self._lanes.append(trip.lane)
+            trip.lane = None
+
+    # -- orders ------------------------------------------------------------------------------------------
+
+    def _tell(self, rank: int, order: Order) -> None:
+        self._orders[rank].append(order)
+
+    def _tell_all(self, order: Order) -> None:
+        for rank in range(len(self._orders)):
+            self._tell(rank, order)
+
+    def _flush(self) -> None:
+        """The other ranks first: some orders need all of them at once."""
+        orders, self._orders = self._orders, [[] for _ in self._orders]
+        opens = any(order["do"] == "open" for order in orders[0])
+        fd = make_ferry(LANES * self._block_bytes) if opens else None
+        try:
+            for sock, of_rank in zip(self._ranks, orders[1:], strict=True):
+                if of_rank:
+                    send(sock, Kind.ORDERS, encode(of_rank), fd=fd)
+            for order in orders[0]:
+                self._tender.order(order, fd if order["do"] == "open" else None)
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+
+def _tables(table: Placement, layers: Sequence[int]) -> dict[str, list[list[tuple[int, float]]]]:
+    """By layer, what ranks need of a table."""
+    return {
+        str(n): [[(home.slot, home.share) for home in homes] for homes in table.layers[n]] for n in layers
+    }
