@@ -69,8 +69,8 @@ class Trial:
 
 def _agree(one: ExpertRows, other: ExpertRows) -> bool:
     """Whether every choice got the same bits, of those tokens whose rows came here both times."""
-    whole = range(len(one.row_of_TC) if one.tokens is None else len(other.row_of_TC))
-    tokens = one.tokens or other.tokens or whole
+    found = [done.tokens for done in (one, other) if done.tokens is not None]
+    tokens = found[0] if found else range(len(one.row_of_TC))
     rows = [
         done.row_of_TC if done.tokens is not None else done.row_of_TC[tokens.start : tokens.stop]
         for done in (one, other)
