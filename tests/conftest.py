@@ -1,12 +1,15 @@
-"""What all tests share: one hypothesis profile, and the report of where the time of a run went."""
+"""What all tests share: one hypothesis profile, memory given back, where time and memory went."""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support import memory
 
 # Two shared cores: a slow draw says nothing about the strategy, and timings are no test's business.
 settings.register_profile(
@@ -26,6 +29,14 @@ GROUPS = (
 
 _seconds: defaultdict[str, float] = defaultdict(float)
 _counts: defaultdict[str, int] = defaultdict(int)
+_least_available: tuple[int, str] = (1 << 62, "")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def memory_given_back() -> Iterator[None]:
+    """After the last test of a module, and after all its other fixtures."""
+    yield
+    memory.give_back_if_large()
 
 
 def group_of(node_id: str) -> str:
@@ -38,6 +49,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     group = group_of(report.nodeid)
     _seconds[group] += report.duration
     _counts[group] += report.when == "call"
+    if os.environ.get("PDSERVE_TEST_REPORT"):
+        global _least_available
+        _least_available = min(_least_available, (memory.available_bytes(), report.nodeid))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -46,6 +60,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_sep("-", "time spent by group")
     for group in (*(name for name, _ in GROUPS), "edge"):
         terminalreporter.write_line(f"{group:<18}{_seconds[group]:8.1f} s {_counts[group]:6d} tests")
+    least, where = _least_available
+    terminalreporter.write_line(f"memory: at least {least / 2**30:.1f} GiB were available, after {where}")
     terminalreporter.write_line(
         f"{'sum':<18}{sum(_seconds.values()):8.1f} s {sum(_counts.values()):6d} tests"
     )

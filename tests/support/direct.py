@@ -21,6 +21,7 @@ from pdserve.rpc.fleet_auth import authenticated
 from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from pdserve.types import HandoverMode, Key, PeerRef, Role, SamplingParams, WorkerRecord
 from pdserve.worker.host import WorkerHost
+from tests.support.memory import give_back
 
 MODEL = "smollm2-135m-instruct"
 TENANT = "tests"
@@ -63,9 +64,11 @@ class Direct:
         return made
 
     def stop(self) -> None:
-        """Ends both workers."""
+        """Ends both workers and gives back their memory; nothing else can be asked of them afterwards."""
         self.prefill.stop()
         self.decode.stop()
+        del self.prefill, self.decode
+        give_back()
 
     @property
     def p(self) -> PeerRef:
@@ -178,7 +181,8 @@ class Reserving:
     async def next(self) -> Reserved | Refused | Token | Ended:
         """The next event."""
         answer = await self.call.read()
-        assert isinstance(answer, decode_pb2.ReserveResponse), "the stream is over"
+        if not isinstance(answer, decode_pb2.ReserveResponse):
+            raise AssertionError(f"the stream is over: {await self.call.code()} {await self.call.details()}")
         event = convert.decode_event_from_pb(answer)
         if isinstance(event, Token):
             assert event.index == len(self.tokens)
@@ -190,7 +194,8 @@ class Reserving:
     async def finish(self) -> Ended:
         """Reads on to the end."""
         while self.ended is None:
-            await self.next()
+            event = await self.next()
+            assert not isinstance(event, Refused), event
         return self.ended
 
     async def close(self) -> None:

@@ -127,10 +127,14 @@ class Bench:
         got, ended = await request
         assert got == want, "a 200 with other content"
         assert ended.error_label == "", ended
-        await self._direct[way].until_idle()
+        await self.until_idle(way)
         after = self.counters(way)
         rose = [now - then for now, then in zip(after, before, strict=True)]
         return Came(tokens=got, ended=ended, prefill=rose[0], decode=rose[1])
+
+    async def until_idle(self, way: str) -> None:
+        """Waits until neither worker of that way holds anything."""
+        await self._direct[way].until_idle()
 
     def counters(self, way: str) -> tuple[Counter[str], Counter[str]]:
         """Of prefill and of that decode worker."""

@@ -1,0 +1,1 @@
+"""The integrity tests. A package, so that pytest ends their shared worker processes with the last of them."""
