@@ -58,3 +58,35 @@ def test_keys_values_and_weights_are_loaded_16_bytes_at_a_time(built: dict[str, 
 
 def test_nothing_spills_to_local_memory(built: dict[str, dict[str, int]]) -> None:
     assert {name: counts["st.local"] for name, counts in built.items() if counts["st.local"]} == {}
+
+
+def test_the_prepared_check_for_a_gpu_runs(tmp_path: Path) -> None:
+    """Tiny shapes in the interpreter: it can run, and says what it saw."""
+    ran = subprocess.run(
+        ["benchmarks/gpu/run.sh", "--interpret", "--out", str(tmp_path), "--seed", "7"],
+        env={**os.environ, "PYTHON": sys.executable},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    (path,) = tmp_path.glob("gpu-*-interpreted.json")
+    told = json.loads(path.read_text())
+    assert told["interpreted"]
+    assert told["machine"]["gpu"] is None
+    assert [line["good"] for line in told["checks"]] == [True] * 5
+    assert "speeds" not in told
+
+
+def test_without_a_gpu_the_check_refuses_to_measure() -> None:
+    ran = subprocess.run(
+        ["benchmarks/gpu/run.sh"],
+        env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 2
+    assert "no GPU is to be seen" in ran.stderr
