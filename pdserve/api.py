@@ -170,7 +170,8 @@ class ExpertReport:
     """Loads and homes of one worker's experts. The fields are those of a snapshot (docs/placement.md).
 
     layers: the model's numbers of the layers that have experts. loads: by such layer and expert, tokens of a
-    decayed window. homes: by layer and expert, its (slot, share) pairs.
+    decayed window. homes: by layer and expert, its (slot, share) pairs. rebalancing: they change now.
+    last_rebalance: how the last change ended, in words.
     """
 
     name: str
@@ -181,3 +182,18 @@ class ExpertReport:
     lost_ranks: tuple[int, ...] = ()
     slots_per_rank: int = 0
     homes: tuple[tuple[tuple[tuple[int, float], ...], ...], ...] = ()
+    rebalancing: bool = False
+    last_rebalance: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RebalanceAnswer:
+    """What a worker says when it is asked to place its experts anew. reason: why not, in words. copies: of
+    weights. gain: part of the fullest ranks' load that is saved, 0 to 1.
+    """
+
+    name: str
+    started: bool
+    reason: str = ""
+    copies: int = 0
+    gain: float = 0.0

@@ -153,7 +153,8 @@ class WorkerLoad:
     """A worker's state as its heartbeat tells it. Pages by state; tokens outstanding; sequences.
 
     page_ages: used pages by state and age. transfer_pages: held for transfers now; peak_transfer_pages: the
-    most there ever were.
+    most there ever were. rebalances: placements of experts by how they ended. expert_imbalance: the fullest
+    ranks' load over the mean; 0 without load.
     """
 
     num_pages: int = 0
@@ -172,6 +173,12 @@ class WorkerLoad:
     page_ages: tuple[PageAges, ...] = ()
     transfer_pages: int = 0
     peak_transfer_pages: int = 0
+    rebalances_done: int = 0
+    rebalances_rejected: int = 0
+    rebalances_rolled_back: int = 0
+    rebalances_copy_failed: int = 0
+    expert_copied_bytes: int = 0
+    expert_imbalance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

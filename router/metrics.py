@@ -19,6 +19,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
 _SHORT = (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.25, 0.5, 1.0)
 _PHASE_SECONDS = (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, *_SECONDS[4:])
+REBALANCES = ("done", "rejected", "rolled_back", "copy_failed")
 OUTCOMES = frozenset([*FinishReason, *BY_LABEL])
 
 
@@ -151,6 +152,7 @@ class _Gauges(Collector):
             for state in PAGE_STATES:
                 total = sum(getattr(member.load, f"{state}_pages") for member in of_role)
                 pages.add_metric([role, state], total)
+        yield from _experts(members)
         queued, running = self._counts()
         yield pages
         yield workers
@@ -190,6 +192,27 @@ def _used_pages(members: list[Member]) -> Iterator[GaugeMetricFamily]:
         held.add_metric([role], sum(_bytes(m, m.load.transfer_pages) for m in of_role))
         peak.add_metric([role], sum(_bytes(m, m.load.peak_transfer_pages) for m in of_role))
     yield from (ages, size, held, peak)
+
+
+def _experts(members: list[Member]) -> Iterator[GaugeMetricFamily]:
+    """Of the workers that are here now: what a worker counted is gone with its incarnation."""
+    moves = GaugeMetricFamily(
+        "pdserve_rebalances", "Placements of experts by how they ended.", labels=["role", "outcome"]
+    )
+    copied = GaugeMetricFamily(
+        "pdserve_expert_copied_bytes", "Weights that came to other ranks.", labels=["role"]
+    )
+    uneven = GaugeMetricFamily(
+        "pdserve_expert_imbalance", "Load of the fullest ranks over the mean; the worst worker's.",
+        labels=["role"],
+    )  # fmt: skip
+    for role in Role:
+        loads = [member.load for member in members if member.record.role is role]
+        for outcome in REBALANCES:
+            moves.add_metric([role, outcome], sum(getattr(load, f"rebalances_{outcome}") for load in loads))
+        copied.add_metric([role], sum(load.expert_copied_bytes for load in loads))
+        uneven.add_metric([role], max((load.expert_imbalance for load in loads), default=0.0))
+    yield from (moves, copied, uneven)
 
 
 def _bytes(member: Member, pages: int) -> int:

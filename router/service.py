@@ -24,10 +24,11 @@ from pdserve.rpc.convert import (
     join_event_from_pb,
     model_info_to_pb,
     outcome_to_pb,
+    rebalance_answer_to_pb,
     stream_event_to_pb,
 )
 from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from router.experts import ask_experts
+from router.experts import ask_experts, rebalance_experts
 from router.hub import Hub
 from router.roster import Roster
 
@@ -81,6 +82,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GetExpertsResponse:
         reports = await ask_experts(self._hub.roster, request.worker_id)
         return inference_pb2.GetExpertsResponse(reports=[expert_report_to_pb(report) for report in reports])
+
+    async def RebalanceExperts(
+        self, request: inference_pb2.RebalanceExpertsRequest, context: Context
+    ) -> inference_pb2.RebalanceExpertsResponse:
+        answers = await rebalance_experts(self._hub.roster, request.worker_id)
+        return inference_pb2.RebalanceExpertsResponse(
+            answers=[rebalance_answer_to_pb(answer) for answer in answers]
+        )
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):

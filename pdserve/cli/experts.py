@@ -52,6 +52,19 @@ def ask(router: Router, worker: str) -> list[ExpertSnapshot]:
     return [snapshot_from_json(dataclasses.asdict(report)) for report in reports]
 
 
+def rebalance(router: Router, worker: str, as_json: bool) -> None:
+    """Has workers place their experts anew; prints what they say. Raises PdserveError."""
+    with router.client() as client:
+        answers = client.rebalance_experts(worker)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(answer) for answer in answers]))
+        return
+    for answer in answers:
+        gain = f"{100 * answer.gain:.0f} % less on the fullest ranks, with {answer.copies} copies"
+        said = f"experts move: {gain}" if answer.started else f"experts stay: {answer.reason}"
+        print(f"{answer.name}: {said}")
+
+
 def run(snapshots: Sequence[ExpertSnapshot], wish: Wish, as_json: bool) -> None:
     """Prints every snapshot; files get the first one. Raises ConfigError."""
     pairs = [(snapshot, _planned(snapshot, wish)) for snapshot in (_asked(s, wish) for s in snapshots)]

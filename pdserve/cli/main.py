@@ -257,6 +257,9 @@ def experts(
     even_shares: Annotated[
         bool, typer.Option("--even-shares", help="Replicas of an expert share equally.")
     ] = False,
+    rebalance: Annotated[
+        bool, typer.Option("--rebalance", help="Have the workers move experts to suit their loads.")
+    ] = False,
     as_json: AsJson = False,
     tls_ca: TlsCa = "",
     tls_cert: TlsCert = "",
@@ -264,10 +267,16 @@ def experts(
     tls_server_name: TlsName = "",
 ) -> None:
     """Show load by layer and expert, where experts are, and what a rebalance would gain."""
+    from pdserve.cli import experts as shown
     from pdserve.cli.experts import Wish, ask, run
     from pdserve.parallel.expert_files import read_snapshot
     from pdserve.parallel.placement import Policy
 
+    if rebalance:
+        if source is not None:
+            raise ConfigError("rebalance: a file has no workers; leave out --from")
+        shown.rebalance(_router_at(address, tls_ca, tls_cert, tls_key, tls_server_name), worker, as_json)
+        return
     wish = Wish(
         policy=Policy(by_node=by_node, num_groups=groups, even_shares=even_shares),
         num_nodes=nodes, ranks_per_node=ranks_per_node, slots=slots, layer=layer,

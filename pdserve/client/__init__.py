@@ -14,6 +14,7 @@ from pdserve.api import (
     Explanation,
     FleetStatus,
     ModelInfo,
+    RebalanceAnswer,
     Timings,
     WorkerStatus,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "Ledger",
     "ModelInfo",
     "Outcome",
+    "RebalanceAnswer",
     "Result",
     "Stream",
     "Timings",

@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pdserve.api import Chunk, ExpertReport, Explanation, FleetStatus, ModelInfo
+from pdserve.api import Chunk, ExpertReport, Explanation, FleetStatus, ModelInfo, RebalanceAnswer
 from pdserve.client.connect import TlsOptions, connections
 from pdserve.client.request import (
     CONTROL_TIMEOUT_S,
     DEFAULT_ADDRESS,
     GRACE_S,
+    PLAN_TIMEOUT_S,
     GenerateOptions,
     Message,
     build,
@@ -100,6 +101,16 @@ class AsyncClient:
 
         call = self._stub.GetExperts(GetExpertsRequest(worker_id=worker_id), timeout=CONTROL_TIMEOUT_S)
         return tuple(expert_report_from_pb(report) for report in (await _checked(call)).reports)
+
+    async def rebalance_experts(self, worker_id: str = "") -> tuple[RebalanceAnswer, ...]:
+        """Has one worker or all place their experts anew; returns once they have planned. Raises
+        Unavailable."""
+        from pdserve.rpc.convert import rebalance_answer_from_pb
+        from pdserve.rpc.v1.inference_pb2 import RebalanceExpertsRequest
+
+        request = RebalanceExpertsRequest(worker_id=worker_id)
+        call = self._stub.RebalanceExperts(request, timeout=PLAN_TIMEOUT_S)
+        return tuple(rebalance_answer_from_pb(answer) for answer in (await _checked(call)).answers)
 
     async def close(self) -> None:
         """Ends all calls."""

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_DEADLINE_S = 600.0
 CONTROL_TIMEOUT_S = 10.0
+PLAN_TIMEOUT_S = 140.0
+"""A placement of experts is planned first: seconds for the largest models, at most the worker's limit."""
 GRACE_S = 5.0
 """How long after a deadline we still wait for the server to say so: its error tells more than ours."""
 

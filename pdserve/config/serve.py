@@ -55,6 +55,20 @@ class ServeConfig:
     )
     decode_experts: str = setting("", help="The same for decode workers.")
     aggregated_experts: str = setting("", help="The same for aggregated workers.")
+    expert_slots: int = setting(
+        0,
+        help="Room for experts of a layer on each rank where no placement is given; 0: as many as needed. "
+        "What is over is for replicas.",
+        unit="experts",
+        minimum=0,
+    )
+    rebalance_gain: float = setting(
+        0.1,
+        help="Part of the fullest ranks' load that a new placement of experts must save before a worker of "
+        "several ranks moves them by itself; 0: only when asked.",
+        minimum=0,
+        maximum=1,
+    )
     rank_exchange: str = setting(
         "shm", help="How the ranks of a worker exchange tensors: memory, or sockets.", choices=RANK_EXCHANGES
     )
@@ -229,6 +243,8 @@ class ServeConfig:
             threads=self.threads or 1,
             tp=self.ranks(role),
             expert_placement=self._experts(role),
+            expert_slots=self.expert_slots,
+            rebalance_gain=self.rebalance_gain,
             rank_exchange=self.rank_exchange,
             nice=self.prefill_nice if role is Role.PREFILL else 0,
             decode_pace_s=self.decode_pace_s,

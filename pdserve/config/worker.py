@@ -89,6 +89,13 @@ class WorkerConfig:
         unit="experts",
         minimum=0,
     )
+    rebalance_gain: float = setting(
+        0.1,
+        help="Part of the fullest ranks' load that a new placement of experts must save before a worker of "
+        "several ranks moves them by itself; 0: only when asked.",
+        minimum=0,
+        maximum=1,
+    )
     rank_exchange: str = setting("shm", help="How the ranks exchange tensors.", choices=RANK_EXCHANGES)
     nice: int = setting(0, help="Added to the process's nice value at start.", minimum=0, maximum=19)
     decode_pace_s: float = setting(

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from pdserve.api import ExpertReport
 from pdserve.parallel.expert_loads import LoadWindow
+from pdserve.parallel.expert_snapshot import ExpertSnapshot
 from pdserve.parallel.placement_table import Placement, Topology, contiguous
 
 HALF_LIFE_S = 60.0
@@ -59,6 +60,33 @@ class ExpertWatch:
         for number, (row, seen) in enumerate(zip(counts, self._seen, strict=True)):
             self._window.add(number, [max(0, c - s) for c, s in zip(row, seen, strict=True)], now)
         self._seen = counts
+
+    def moved(self, table: Placement) -> None:
+        """Its experts lie there from now on."""
+        self._table = table
+
+    def snapshot(self, now: float) -> ExpertSnapshot:
+        """Loads of the window, none of them left out, and the table. Raises ConfigError without experts."""
+        self._noted_at = float("-inf")
+        self.note(now)
+        loads = () if self._window is None else self._window.loads(now)
+        return ExpertSnapshot(name=self._name, layers=self._layers, loads=loads, table=self._table)
+
+    def mean_tokens(self, now: float) -> float:
+        """Choices in the window, of a layer on average."""
+        self.note(now)
+        if self._window is None:
+            return 0.0
+        return sum(map(sum, self._window.loads(now))) / len(self._layers)
+
+    def imbalance(self, now: float) -> float:
+        """The fullest ranks' load over the mean, of all layers together; 0 without load."""
+        self.note(now)
+        if self._window is None:
+            return 0.0
+        loads = self._window.loads(now)
+        total = sum(map(sum, loads)) / len(self._table.topology.ranks)
+        return sum(self._table.largest(n, row) for n, row in enumerate(loads)) / total if total else 0.0
 
     def report(self, now: float) -> ExpertReport:
         """Loads of the window, at most EVERY_S old."""

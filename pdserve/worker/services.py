@@ -7,7 +7,7 @@ from typing import Any
 
 from grpc.aio import ServicerContext
 
-from pdserve.api import ExpertReport
+from pdserve.api import ExpertReport, RebalanceAnswer
 from pdserve.errors import InvalidRequest
 from pdserve.messages import Report
 from pdserve.rpc import convert
@@ -32,15 +32,18 @@ class WorkerServicer(cluster_pb2_grpc.WorkerServiceServicer):
         drain: Callable[[float], Awaitable[int]],
         report: Callable[[Key], Report | None],
         experts: Callable[[], ExpertReport],
+        rebalance: Callable[[], Awaitable[RebalanceAnswer]],
     ) -> None:
         """state takes whether to prove the pool's integrity. drain takes a time limit in seconds and returns
-        how many are left. report: for GetRequest. experts: for GetWorkerExperts."""
+        how many are left. report: for GetRequest. experts: for GetWorkerExperts. rebalance:
+        for RebalanceWorkerExperts."""
         self._digest = bundle.digest
         self._bytes = bundle.to_bytes()
         self._state = state
         self._drain = drain
         self._report = report
         self._experts = experts
+        self._rebalance = rebalance
 
     async def FetchTokenizer(  # noqa: N802
         self, request: cluster_pb2.FetchTokenizerRequest, context: Context
@@ -79,3 +82,10 @@ class WorkerServicer(cluster_pb2_grpc.WorkerServiceServicer):
     ) -> cluster_pb2.GetWorkerExpertsResponse:
         """Loads and homes of experts; no layers for a model without any."""
         return cluster_pb2.GetWorkerExpertsResponse(report=convert.expert_report_to_pb(self._experts()))
+
+    async def RebalanceWorkerExperts(  # noqa: N802
+        self, request: cluster_pb2.RebalanceWorkerExpertsRequest, context: Context
+    ) -> cluster_pb2.RebalanceWorkerExpertsResponse:
+        """Whether experts begin to move, and what that gains."""
+        answer = convert.rebalance_answer_to_pb(await self._rebalance())
+        return cluster_pb2.RebalanceWorkerExpertsResponse(answer=answer)

@@ -10,13 +10,15 @@ import contextlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from kvtransfer.port import RoleDriver
+from pdserve.api import ExpertReport
 from pdserve.kvcache.allocator import PageState
 from pdserve.messages import Report
-from pdserve.parallel.expert_files import read_placement
+from pdserve.ranks.rebalancing import OUTCOMES, Rebalancing
+from pdserve.ranks.runner import ParallelRunner
 from pdserve.rpc.convert import WorkerState
 from pdserve.rpc.fleet_auth import FleetGuard
 from pdserve.rpc.server import RpcServer, ServerOptions, is_loopback
@@ -25,6 +27,7 @@ from pdserve.types import Key, PeerRef, WorkerLoad, WorkerRecord
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.driver import Driver
 from pdserve.worker.engine import Engine
+from pdserve.worker.expert_keeper import ExpertKeeper
 from pdserve.worker.experts import ExpertWatch
 from pdserve.worker.membership import Membership
 from pdserve.worker.roles import load_roles
@@ -33,6 +36,8 @@ from pdserve.worker.services import SERVICE, WorkerServicer
 STUCK_AFTER_S = 5.0
 """A step that takes longer makes the worker unready (reliability.md, health)."""
 MAX_MESSAGE_BYTES = 16 << 20
+IMBALANCE_EVERY_S = 10.0
+"""Between two looks at the loads of ranks, which take a moment."""
 
 
 class Serving:
@@ -61,7 +66,13 @@ class Serving:
             tls=parts.tls,
         )
         self._server = RpcServer(options, interceptors=[FleetGuard(parts.context.secret)])
+        self._compute = compute
         self._experts = _watch(engine)
+        self._keeper = ExpertKeeper(
+            parts.context.worker_id, self._experts, _rebalancing(engine), self._idle_step,
+            least_gain=engine.config.rebalance_gain,
+        )  # fmt: skip
+        self._imbalance, self._imbalance_at = 0.0, float("-inf")
         self._membership: Membership | None = None
         self.record: WorkerRecord = self._record("", {})
 
@@ -71,7 +82,7 @@ class Serving:
         names = [name for role in self._roles for name in role.services(self._server)]
         servicer = WorkerServicer(
             self._engine.model.tokenizer, self.state, self.drain, self.report,
-            lambda: self._experts.report(self._driver.loop.time()),
+            self._expert_report, lambda: self._keeper.rebalance(self._driver.loop.time()),
         )  # fmt: skip
         cluster_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self._server.server)
         await self._server.start(*names, SERVICE)
@@ -83,6 +94,7 @@ class Serving:
             self._engine.config.routers, parts.context.secret, self.record, self.load, parts.tls
         )
         self._membership.start()
+        self._keeper.start()
         self._driver.feed(lambda now: [])  # from here on a silence of our own is noticed
 
     async def drain(self, timeout_s: float) -> int:
@@ -95,6 +107,7 @@ class Serving:
 
     async def stop(self) -> None:
         """Leaves the routers, ends calls, closes the data plane."""
+        await self._keeper.stop()
         if self._membership is not None:
             await self._membership.stop()
         await self._server.stop()
@@ -128,7 +141,34 @@ class Serving:
             transfer_pages=pages.allocator.transfer_pages,
             peak_transfer_pages=pages.allocator.peak_transfer_pages,
             ready=not stuck and not self._core.over_quarantine,
+            **self._rebalances(now),
         )
+
+    def _rebalances(self, now: float) -> dict[str, Any]:
+        """Those fields of the load that tell of experts."""
+        status = self._keeper.status
+        if status is None:
+            return {}
+        if not self._imbalance or now >= self._imbalance_at + IMBALANCE_EVERY_S:
+            self._imbalance, self._imbalance_at = self._experts.imbalance(now), now
+        return {
+            **{f"rebalances_{name}": status.outcomes.get(name, 0) for name in OUTCOMES},
+            "expert_copied_bytes": status.copied_bytes,
+            "expert_imbalance": self._imbalance,
+        }
+
+    def _expert_report(self) -> ExpertReport:
+        status = self._keeper.status
+        if status is not None:
+            self._experts.moved(status.table)
+        report = self._experts.report(self._driver.loop.time())
+        last = "" if status is None else status.last
+        return replace(report, rebalancing=self._keeper.busy, last_rebalance=last)
+
+    async def _idle_step(self) -> None:
+        runner = self._engine.runner
+        if not self._core.busy and isinstance(runner, ParallelRunner):
+            await asyncio.wrap_future(self._compute.submit(runner.idle_step))
 
     def report(self, key: Key) -> Report | None:
         """What is known of a live key."""
@@ -179,9 +219,14 @@ class Serving:
         )
 
 
+def _rebalancing(engine: Engine) -> Rebalancing | None:
+    return engine.runner.rebalancing if isinstance(engine.runner, ParallelRunner) else None
+
+
 def _watch(engine: Engine) -> ExpertWatch:
     config, load = engine.model.config, engine.runner.expert_load
     layers = [layer for layer in range(config.num_layers) if config.has_experts(layer)]
     counts = None if load is None else load.counts_LX
-    table = read_placement(engine.config.expert_placement)
+    rebalancing = _rebalancing(engine)
+    table = None if rebalancing is None else rebalancing.status.table
     return ExpertWatch(engine.parts.context.worker_id, counts, layers, engine.config.tp, table)

@@ -22,7 +22,12 @@ from pdserve.rpc.convert.cluster import (
     worker_state_from_pb,
     worker_state_to_pb,
 )
-from pdserve.rpc.convert.experts import expert_report_from_pb, expert_report_to_pb
+from pdserve.rpc.convert.experts import (
+    expert_report_from_pb,
+    expert_report_to_pb,
+    rebalance_answer_from_pb,
+    rebalance_answer_to_pb,
+)
 from pdserve.rpc.convert.ledger import (
     ledger_from_pb,
     ledger_to_pb,
@@ -141,6 +146,8 @@ __all__ = [
     "prefill_result_from_pb",
     "prefill_result_to_pb",
     "prefill_to_pb",
+    "rebalance_answer_from_pb",
+    "rebalance_answer_to_pb",
     "report_from_pb",
     "report_to_pb",
     "reserve_from_pb",

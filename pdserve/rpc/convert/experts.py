@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.api import ExpertReport
+from pdserve.api import ExpertReport, RebalanceAnswer
 from pdserve.errors import InvalidRequest
 from pdserve.rpc.v1 import common_pb2 as pb
 
@@ -23,6 +23,8 @@ def expert_report_to_pb(value: ExpertReport) -> pb.ExpertReport:
         lost_ranks=value.lost_ranks,
         slots_per_rank=value.slots_per_rank,
         layers=layers,
+        rebalancing=value.rebalancing,
+        last_rebalance=value.last_rebalance,
     )
 
 
@@ -37,6 +39,28 @@ def expert_report_from_pb(message: pb.ExpertReport) -> ExpertReport:
         lost_ranks=tuple(message.lost_ranks),
         slots_per_rank=message.slots_per_rank,
         homes=tuple(tuple(_homes(homes) for homes in layer.homes) for layer in message.layers),
+        rebalancing=message.rebalancing,
+        last_rebalance=message.last_rebalance,
+    )
+
+
+def rebalance_answer_to_pb(value: RebalanceAnswer) -> pb.RebalanceAnswer:
+    return pb.RebalanceAnswer(
+        name=value.name,
+        started=value.started,
+        reason=value.reason,
+        copies=value.copies,
+        gain=value.gain,
+    )
+
+
+def rebalance_answer_from_pb(message: pb.RebalanceAnswer) -> RebalanceAnswer:
+    return RebalanceAnswer(
+        name=message.name,
+        started=message.started,
+        reason=message.reason,
+        copies=message.copies,
+        gain=message.gain,
     )
 
 

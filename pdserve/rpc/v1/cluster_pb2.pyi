@@ -410,6 +410,41 @@ class GetWorkerStatusResponse(_message.Message):
 Global___GetWorkerStatusResponse: _TypeAlias = GetWorkerStatusResponse  # noqa: Y015
 
 @_typing.final
+class RebalanceWorkerExpertsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalanceWorkerExpertsRequest: _TypeAlias = RebalanceWorkerExpertsRequest  # noqa: Y015
+
+@_typing.final
+class RebalanceWorkerExpertsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answer(self) -> _common_pb2.RebalanceAnswer: ...
+    def __init__(
+        self,
+        *,
+        answer: _common_pb2.RebalanceAnswer | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalanceWorkerExpertsResponse: _TypeAlias = RebalanceWorkerExpertsResponse  # noqa: Y015
+
+@_typing.final
 class GetWorkerExpertsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

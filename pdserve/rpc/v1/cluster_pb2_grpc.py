@@ -135,6 +135,11 @@ class WorkerServiceStub:
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetWorkerExpertsRequest.SerializeToString,
                 response_deserializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetWorkerExpertsResponse.FromString,
                 _registered_method=True)
+        self.RebalanceWorkerExperts = channel.unary_unary(
+                '/pdserve.rpc.v1.WorkerService/RebalanceWorkerExperts',
+                request_serializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.RebalanceWorkerExpertsRequest.SerializeToString,
+                response_deserializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.RebalanceWorkerExpertsResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -173,6 +178,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RebalanceWorkerExperts(self, request, context):
+        """Plans for the present loads and, if that gains something, begins to move experts; waits for the plan only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -200,6 +212,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetWorkerExperts,
                     request_deserializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetWorkerExpertsRequest.FromString,
                     response_serializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetWorkerExpertsResponse.SerializeToString,
+            ),
+            'RebalanceWorkerExperts': grpc.unary_unary_rpc_method_handler(
+                    servicer.RebalanceWorkerExperts,
+                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.RebalanceWorkerExpertsRequest.FromString,
+                    response_serializer=pdserve_dot_rpc_dot_v1_dot_cluster__pb2.RebalanceWorkerExpertsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -338,6 +355,33 @@ class WorkerService:
             '/pdserve.rpc.v1.WorkerService/GetWorkerExperts',
             pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetWorkerExpertsRequest.SerializeToString,
             pdserve_dot_rpc_dot_v1_dot_cluster__pb2.GetWorkerExpertsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RebalanceWorkerExperts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.rpc.v1.WorkerService/RebalanceWorkerExperts',
+            pdserve_dot_rpc_dot_v1_dot_cluster__pb2.RebalanceWorkerExpertsRequest.SerializeToString,
+            pdserve_dot_rpc_dot_v1_dot_cluster__pb2.RebalanceWorkerExpertsResponse.FromString,
             options,
             channel_credentials,
             insecure,

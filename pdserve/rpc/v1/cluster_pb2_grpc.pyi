@@ -68,6 +68,8 @@ class WorkerServiceStub:
     GetRequest: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetRequestRequest, _cluster_pb2.GetRequestResponse]
     """What the worker knows of one live key: for Explain."""
     GetWorkerExperts: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetWorkerExpertsRequest, _cluster_pb2.GetWorkerExpertsResponse]
+    RebalanceWorkerExperts: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RebalanceWorkerExpertsRequest, _cluster_pb2.RebalanceWorkerExpertsResponse]
+    """Plans for the present loads and, if that gains something, begins to move experts; waits for the plan only."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -81,6 +83,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     GetRequest: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetRequestRequest, _cluster_pb2.GetRequestResponse]  # type: ignore[assignment]
     """What the worker knows of one live key: for Explain."""
     GetWorkerExperts: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetWorkerExpertsRequest, _cluster_pb2.GetWorkerExpertsResponse]  # type: ignore[assignment]
+    RebalanceWorkerExperts: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RebalanceWorkerExpertsRequest, _cluster_pb2.RebalanceWorkerExpertsResponse]  # type: ignore[assignment]
+    """Plans for the present loads and, if that gains something, begins to move experts; waits for the plan only."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Router or fleet → any worker."""
@@ -121,5 +125,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.GetWorkerExpertsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.GetWorkerExpertsResponse, _abc.Awaitable[_cluster_pb2.GetWorkerExpertsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def RebalanceWorkerExperts(
+        self,
+        request: _cluster_pb2.RebalanceWorkerExpertsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.RebalanceWorkerExpertsResponse, _abc.Awaitable[_cluster_pb2.RebalanceWorkerExpertsResponse]]:
+        """Plans for the present loads and, if that gains something, begins to move experts; waits for the plan only."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

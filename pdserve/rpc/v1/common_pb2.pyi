@@ -609,6 +609,12 @@ class WorkerLoad(_message.Message):
     PAGE_AGES_FIELD_NUMBER: _builtins.int
     TRANSFER_PAGES_FIELD_NUMBER: _builtins.int
     PEAK_TRANSFER_PAGES_FIELD_NUMBER: _builtins.int
+    REBALANCES_DONE_FIELD_NUMBER: _builtins.int
+    REBALANCES_REJECTED_FIELD_NUMBER: _builtins.int
+    REBALANCES_ROLLED_BACK_FIELD_NUMBER: _builtins.int
+    REBALANCES_COPY_FAILED_FIELD_NUMBER: _builtins.int
+    EXPERT_COPIED_BYTES_FIELD_NUMBER: _builtins.int
+    EXPERT_IMBALANCE_FIELD_NUMBER: _builtins.int
     num_pages: _builtins.int
     free_pages: _builtins.int
     evictable_pages: _builtins.int
@@ -625,6 +631,15 @@ class WorkerLoad(_message.Message):
     transfer_pages: _builtins.int
     """Pages held for transfers, now and at most."""
     peak_transfer_pages: _builtins.int
+    rebalances_done: _builtins.int
+    """Placements of experts since the start of this incarnation, by how they ended; bytes of weights that came
+    to other ranks; the fullest ranks' load over the mean, of all layers together (0: no load).
+    """
+    rebalances_rejected: _builtins.int
+    rebalances_rolled_back: _builtins.int
+    rebalances_copy_failed: _builtins.int
+    expert_copied_bytes: _builtins.int
+    expert_imbalance: _builtins.float
     @_builtins.property
     def page_ages(self) -> _containers.RepeatedCompositeFieldContainer[Global___PageAges]:
         """Pages that are neither free nor evictable, by use and age."""
@@ -648,10 +663,16 @@ class WorkerLoad(_message.Message):
         page_ages: _abc.Iterable[Global___PageAges] | None = ...,
         transfer_pages: _builtins.int = ...,
         peak_transfer_pages: _builtins.int = ...,
+        rebalances_done: _builtins.int = ...,
+        rebalances_rejected: _builtins.int = ...,
+        rebalances_rolled_back: _builtins.int = ...,
+        rebalances_copy_failed: _builtins.int = ...,
+        expert_copied_bytes: _builtins.int = ...,
+        expert_imbalance: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "filling_pages", b"filling_pages", "free_pages", b"free_pages", "num_pages", b"num_pages", "num_running", b"num_running", "num_waiting", b"num_waiting", "page_ages", b"page_ages", "peak_transfer_pages", b"peak_transfer_pages", "quarantined_pages", b"quarantined_pages", "ready", b"ready", "reserved_pages", b"reserved_pages", "retiring_pages", b"retiring_pages", "sealed_pages", b"sealed_pages", "transfer_pages", b"transfer_pages", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "expert_copied_bytes", b"expert_copied_bytes", "expert_imbalance", b"expert_imbalance", "filling_pages", b"filling_pages", "free_pages", b"free_pages", "num_pages", b"num_pages", "num_running", b"num_running", "num_waiting", b"num_waiting", "page_ages", b"page_ages", "peak_transfer_pages", b"peak_transfer_pages", "quarantined_pages", b"quarantined_pages", "ready", b"ready", "rebalances_copy_failed", b"rebalances_copy_failed", "rebalances_done", b"rebalances_done", "rebalances_rejected", b"rebalances_rejected", "rebalances_rolled_back", b"rebalances_rolled_back", "reserved_pages", b"reserved_pages", "retiring_pages", b"retiring_pages", "sealed_pages", b"sealed_pages", "transfer_pages", b"transfer_pages", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -793,10 +814,15 @@ class ExpertReport(_message.Message):
     LOST_RANKS_FIELD_NUMBER: _builtins.int
     SLOTS_PER_RANK_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
+    REBALANCING_FIELD_NUMBER: _builtins.int
+    LAST_REBALANCE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     nodes: _builtins.int
     ranks_per_node: _builtins.int
     slots_per_rank: _builtins.int
+    rebalancing: _builtins.bool
+    """Whether experts change their places now, and how the last time ended, in words; empty: never yet."""
+    last_rebalance: _builtins.str
     @_builtins.property
     def lost_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -810,11 +836,48 @@ class ExpertReport(_message.Message):
         lost_ranks: _abc.Iterable[_builtins.int] | None = ...,
         slots_per_rank: _builtins.int = ...,
         layers: _abc.Iterable[Global___ExpertLayer] | None = ...,
+        rebalancing: _builtins.bool = ...,
+        last_rebalance: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "lost_ranks", b"lost_ranks", "name", b"name", "nodes", b"nodes", "ranks_per_node", b"ranks_per_node", "slots_per_rank", b"slots_per_rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_rebalance", b"last_rebalance", "layers", b"layers", "lost_ranks", b"lost_ranks", "name", b"name", "nodes", b"nodes", "ranks_per_node", b"ranks_per_node", "rebalancing", b"rebalancing", "slots_per_rank", b"slots_per_rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExpertReport: _TypeAlias = ExpertReport  # noqa: Y015
+
+@_typing.final
+class RebalanceAnswer(_message.Message):
+    """What a worker says when it is asked to place its experts anew."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    GAIN_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    started: _builtins.bool
+    reason: _builtins.str
+    """Why not, in words."""
+    copies: _builtins.int
+    """Weights to copy, and the part of the fullest ranks' load that is saved, 0 to 1."""
+    gain: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        started: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        copies: _builtins.int = ...,
+        gain: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "gain", b"gain", "name", b"name", "reason", b"reason", "started", b"started"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalanceAnswer: _TypeAlias = RebalanceAnswer  # noqa: Y015

@@ -65,6 +65,11 @@ class InferenceServiceStub:
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetExpertsRequest.SerializeToString,
                 response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetExpertsResponse.FromString,
                 _registered_method=True)
+        self.RebalanceExperts = channel.unary_unary(
+                '/pdserve.rpc.v1.InferenceService/RebalanceExperts',
+                request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.RebalanceExpertsRequest.SerializeToString,
+                response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.RebalanceExpertsResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -111,6 +116,13 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RebalanceExperts(self, request, context):
+        """Has workers place their experts anew for the present loads. Texts do not change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,6 +155,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetExperts,
                     request_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetExpertsRequest.FromString,
                     response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetExpertsResponse.SerializeToString,
+            ),
+            'RebalanceExperts': grpc.unary_unary_rpc_method_handler(
+                    servicer.RebalanceExperts,
+                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.RebalanceExpertsRequest.FromString,
+                    response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.RebalanceExpertsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -308,6 +325,33 @@ class InferenceService:
             '/pdserve.rpc.v1.InferenceService/GetExperts',
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetExpertsRequest.SerializeToString,
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetExpertsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RebalanceExperts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.rpc.v1.InferenceService/RebalanceExperts',
+            pdserve_dot_rpc_dot_v1_dot_inference__pb2.RebalanceExpertsRequest.SerializeToString,
+            pdserve_dot_rpc_dot_v1_dot_inference__pb2.RebalanceExpertsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,8 @@ class InferenceServiceStub:
     """Where one request's time went, or what it waits for now. Of the last 1,000 requests of the same tenant."""
     GetExperts: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetExpertsRequest, _inference_pb2.GetExpertsResponse]
     """How much each expert is used and where it lies, of workers whose model has experts."""
+    RebalanceExperts: _grpc.UnaryUnaryMultiCallable[_inference_pb2.RebalanceExpertsRequest, _inference_pb2.RebalanceExpertsResponse]
+    """Has workers place their experts anew for the present loads. Texts do not change."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -59,6 +61,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Where one request's time went, or what it waits for now. Of the last 1,000 requests of the same tenant."""
     GetExperts: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetExpertsRequest, _inference_pb2.GetExpertsResponse]  # type: ignore[assignment]
     """How much each expert is used and where it lies, of workers whose model has experts."""
+    RebalanceExperts: _aio.UnaryUnaryMultiCallable[_inference_pb2.RebalanceExpertsRequest, _inference_pb2.RebalanceExpertsResponse]  # type: ignore[assignment]
+    """Has workers place their experts anew for the present loads. Texts do not change."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """What clients speak. Served by the router."""
@@ -108,5 +112,13 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetExpertsResponse, _abc.Awaitable[_inference_pb2.GetExpertsResponse]]:
         """How much each expert is used and where it lies, of workers whose model has experts."""
+
+    @_abc_1.abstractmethod
+    def RebalanceExperts(
+        self,
+        request: _inference_pb2.RebalanceExpertsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.RebalanceExpertsResponse, _abc.Awaitable[_inference_pb2.RebalanceExpertsResponse]]:
+        """Has workers place their experts anew for the present loads. Texts do not change."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
