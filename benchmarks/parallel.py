@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import struct
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,6 +24,7 @@ from typing import Any
 
 from benchmarks.machine import machine, now, us
 from benchmarks.parallel_plot import plot
+from benchmarks.wire import wire_bytes
 from pdserve.config.worker import WorkerConfig
 from pdserve.engine.runner import ModelRunner, page_layout
 from pdserve.kvcache.pool import KVPool
@@ -50,8 +49,6 @@ CASES = (
     (2, "shm", True), (3, "shm", True),
 )  # fmt: skip
 """(ranks, how they exchange, deterministic)."""
-_BYTES_ACKED = struct.Struct("<Q")
-_ACKED_AT = 120  # of tcp_info
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,11 +76,11 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextmanager
 def runner_of(
-    model: LoadedModel, ranks: int, exchange: str, deterministic: bool, threads: int
+    model: LoadedModel, ranks: int, exchange: str, deterministic: bool, threads: int, name: str = MODEL
 ) -> Iterator[ModelRunner]:
-    """A runner over so many ranks, warm."""
+    """A runner over so many ranks, warm. name: of the model, for the ranks that load it themselves."""
     config = WorkerConfig(
-        worker_id="bench", role=Role.AGGREGATED, model=MODEL, dtype=DTYPE, deterministic=deterministic,
+        worker_id="bench", role=Role.AGGREGATED, model=name, dtype=DTYPE, deterministic=deterministic,
         page_size=PAGE, num_pages=NUM_PAGES, tp=ranks, threads=threads,
         rank_exchange=exchange or "shm",
     )  # fmt: skip
@@ -125,41 +122,24 @@ def measure(runner: ModelRunner, plan: StepPlan, seconds: float) -> dict[str, An
     }
 
 
-def wire_bytes() -> int:
-    """Bytes that this process sent over TCP and that arrived, over all its connections."""
-    total, seen = 0, set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            name = os.readlink(f"/proc/self/fd/{fd}")
-            if not name.startswith("socket:") or name in seen:
-                continue
-            seen.add(name)
-            with socket.socket(fileno=os.dup(int(fd))) as sock:
-                if sock.family is socket.AF_INET:
-                    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    total += _BYTES_ACKED.unpack_from(info, _ACKED_AT)[0]
-        except OSError:  # the directory's own descriptor
-            continue
-    return total
-
-
 def theory(config: ModelConfig, ranks: int, plan: StepPlan, deterministic: bool) -> int:
     """Bytes that the leader sends in a step if collectives are rings. Its logits are its own."""
     sampled = sum(seq.sample for seq in plan.seqs)
     whole, last = plan.num_tokens, min(sampled, plan.num_tokens)
     layers = _gathered if deterministic else _reduced
     per_row = layers(config, ranks)
-    embedding = _ring(ranks) * config.hidden_size * ITEM_BYTES * whole
+    embedding = ring(ranks) * config.hidden_size * ITEM_BYTES * whole
     return round(embedding + per_row * ((config.num_layers - 1) * whole + last))
 
 
-def _ring(ranks: int) -> float:
+def ring(ranks: int) -> float:
+    """How much of a tensor a rank sends when all ranks add it."""
     return 2 * (ranks - 1) / ranks
 
 
 def _reduced(config: ModelConfig, ranks: int) -> float:
     """Two sums of a row in float32."""
-    return 2 * _ring(ranks) * config.hidden_size * 4
+    return 2 * ring(ranks) * config.hidden_size * 4
 
 
 def _gathered(config: ModelConfig, ranks: int) -> float:

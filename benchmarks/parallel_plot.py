@@ -25,6 +25,10 @@ NAMES = {
 
 def plot(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
     """results/parallel.json and .png."""
+    _write(lines, facts, "parallel", "SmolLM2-135M bfloat16 on ranks")
+
+
+def _write(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], name: str, what: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -32,7 +36,7 @@ def plot(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
 
     RESULTS.mkdir(exist_ok=True)
     text = json.dumps({**facts, "lines": lines}, indent=1, ensure_ascii=False)
-    (RESULTS / "parallel.json").write_text(text + "\n")
+    (RESULTS / f"{name}.json").write_text(text + "\n")
     figure, axes = pyplot.subplots(1, 4, figsize=(17, 4.2))
     _bars(axes[0], [x for x in lines if x["phase"] == "decode"], "tokens_per_s", "decode, tokens/s")
     _bars(axes[1], [x for x in lines if x["phase"] == "prefill"], "tokens_per_s", "prefill, tokens/s")
@@ -43,13 +47,15 @@ def plot(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
     _bars(axes[3], ratio, "ratio", "bytes sent by the leader over a ring's")
     axes[0].legend(handles=_legend(), fontsize=7)
     about = facts["machine"]
-    figure.suptitle(
-        f"SmolLM2-135M bfloat16 on ranks that share {facts['threads']} threads, {about['cpu']}, "
-        f"{facts['date'][:10]}"
-    )
+    figure.suptitle(f"{what} that share {facts['threads']} threads, {about['cpu']}, {facts['date'][:10]}")
     figure.tight_layout()
-    figure.savefig(RESULTS / "parallel.png", dpi=110, metadata={"Software": ""})
+    figure.savefig(RESULTS / f"{name}.png", dpi=110, metadata={"Software": ""})
     pyplot.close(figure)
+
+
+def plot_experts(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+    """results/parallel_experts.json and .png."""
+    _write(lines, facts, "parallel_experts", "a mixture of four experts on ranks")
 
 
 def _bars(axis: Any, lines: Sequence[Mapping[str, Any]], name: str, title: str) -> None:
@@ -57,7 +63,7 @@ def _bars(axis: Any, lines: Sequence[Mapping[str, Any]], name: str, title: str) 
         axis.bar(place, line[name], 0.8, color=COLOURS[line["exchange"], line["deterministic"]])
         axis.text(place, line[name], f"{line[name]:.4g}", ha="center", va="bottom", fontsize=7)
     mixed = len({line["phase"] for line in lines}) > 1
-    labels = [f"TP {x['ranks']}" + (f"\n{x['phase'][:3]}." if mixed else "") for x in lines]
+    labels = [f"{x['ranks']} ranks" + (f"\n{x['phase'][:3]}." if mixed else "") for x in lines]
     axis.set_xticks(range(len(lines)), labels, fontsize=8)
     axis.set_title(title, fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)

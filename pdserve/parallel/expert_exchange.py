@@ -36,8 +36,8 @@ from pdserve.kernels.routing import SlotOrder, sort_by_slot
 from pdserve.parallel.group import Group
 from pdserve.parallel.shards import split
 
-LEAST_SAVING = 128 << 10
-"""Bytes. A call of a few rows costs more than its bytes: see benchmarks/results/expert_exchange.json."""
+LEAST_SAVING = 256 << 10
+"""Bytes. Counting and a second call cost more than few bytes do: benchmarks/results/expert_exchange.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
