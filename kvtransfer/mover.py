@@ -1,8 +1,9 @@
 """The compiled page mover: copies pages between mapped pools and digests them on the way (csrc/mover.cpp).
 
 What lives here: building and loading it, and the memory in which a batch of copies is described to it. The
-library holds the re-layout's executor too. What does not: which pages to copy (`kvtransfer.shm.reader`), the
-digest of a page that is not copied (`kvtransfer.digest`), re-layout (`kvtransfer.relay`).
+library holds the re-layout's executor and tcp's frame pump too. What does not: which pages to copy
+(`kvtransfer.shm.reader`), the digest of a page that is not copied (`kvtransfer.digest`), re-layout
+(`kvtransfer.relay`), frames (`kvtransfer.tcp.pump`).
 """
 
 from __future__ import annotations
@@ -106,4 +107,8 @@ def library() -> ctypes.CDLL:
     loaded.kvt_move.argtypes = (ctypes.c_char_p, ctypes.c_void_p, size, size, size)
     loaded.kvt_relay.restype = size
     loaded.kvt_relay.argtypes = (ctypes.c_void_p, size, ctypes.c_void_p, ctypes.c_void_p)
+    loaded.kvt_pump_bytes.restype = loaded.kvt_receive.restype = loaded.kvt_call_off.restype = size
+    loaded.kvt_pump_bytes.argtypes = ()
+    loaded.kvt_receive.argtypes = (ctypes.c_void_p, size, size, size)
+    loaded.kvt_call_off.argtypes = (ctypes.c_void_p,)
     return loaded

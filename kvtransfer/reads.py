@@ -4,6 +4,8 @@ What lives here: states of a read, shared by the host's thread and the reader's 
 arrived. What does not: sockets, mappings, and when to begin a read.
 
     waiting → asked → moving → ended    cancel ends a waiting or asked read at once, a moving one not at all
+
+Asked reads may be lent to compiled code, which begins them without our lock; then only it knows which move.
 """
 
 from __future__ import annotations
@@ -35,15 +37,17 @@ class State(Enum):
 
 
 class Pending:
-    """A read on its way. Its state belongs to the ReadTable; sequence is the reader's, for its wire."""
+    """A read on its way. Its state belongs to the ReadTable; sequence is the reader's, for its wire.
+    call_off: given the sequence, whether the page of a read that was lent has not begun, and never will."""
 
-    __slots__ = ("arrived_s", "done", "request", "sequence", "state")
+    __slots__ = ("arrived_s", "call_off", "done", "request", "sequence", "state")
 
     def __init__(self, request: ReadRequest, done: Done) -> None:
         self.request, self.done = request, done
         self.state = State.WAITING
         self.sequence = 0
         self.arrived_s: float | None = None
+        self.call_off: Callable[[int], bool] | None = None
 
 
 class Counters:
@@ -57,6 +61,11 @@ class Counters:
         """Adds `amount`."""
         with self._lock:
             self._counts[name] += amount
+
+    def add_all(self, amounts: Mapping[str, int]) -> None:
+        """Adds several, at once for whoever takes a snapshot."""
+        with self._lock:
+            self._counts.update(amounts)
 
     def snapshot(self) -> Mapping[str, int]:
         """A copy of all counts."""
@@ -73,9 +82,11 @@ class ReadTable:
         counters: Counters,
         digester: Callable[[bytes], PageDigester] = PageDigester,
     ) -> None:
-        """digester: makes what digests pages, of their header."""
+        """digester: makes what digests pages, of their header. Compiled code can do that in its place if
+        `header` is one."""
         self._config, self._counters = config, counters
         self._digest = digester(digest_header(config))
+        self.header = digest_header(config) if digester is PageDigester else None
         self._changed = threading.Condition()
         self._by_id: dict[int, Pending] = {}
         self._waiting: deque[Pending] = deque()
@@ -173,9 +184,23 @@ class ReadTable:
         failpoints.stall("wire")
         return True
 
-    def arrived(self, pending: Pending) -> None:
-        """All bytes of a read are in its target. Without this they arrive when they are verified."""
-        pending.arrived_s = monotonic()
+    def lend(
+        self,
+        asked: Sequence[Pending],
+        take: Callable[[Sequence[Pending]], None],
+        call_off: Callable[[int], bool],
+    ) -> None:
+        """Lets compiled code begin these reads. take: called once, under the lock; some may be ENDED.
+        call_off: see Pending."""
+        with self._changed:
+            take(asked)
+            for pending in asked:
+                pending.call_off = call_off
+
+    def arrived(self, pending: Pending, now: float | None = None) -> None:
+        """All bytes of a read are in its target, since `now`. Without this they arrive when they are
+        verified."""
+        pending.arrived_s = monotonic() if now is None else now
 
     def cancel(self, read_id: int) -> Pending | None:
         """Ends a read that has not begun. Returns it if the peer was asked for it already."""
@@ -184,6 +209,8 @@ class ReadTable:
             if pending is None or pending.state is State.MOVING:
                 return None
             was_asked = pending.state is State.ASKED
+            if pending.call_off is not None and not pending.call_off(pending.sequence):
+                return None
             self._forget(pending)
         self._report(pending, ReadStatus.FAILED, detail="cancelled")
         return pending if was_asked else None
@@ -207,11 +234,15 @@ class ReadTable:
         with self._changed:
             for pending, _ in found:
                 self._forget(pending)
-        self._counters.add("bytes", len(found) * self._config.page_bytes)
-        for pending, digest in found:
-            intact = verdict.is_intact(digest, pending.request.digest)
-            status = verdict.verdict(stale=False, intact=intact)
-            self._report(pending, status, digest=digest, verified_s=monotonic())
+        statuses = [
+            verdict.verdict(stale=False, intact=verdict.is_intact(digest, pending.request.digest))
+            for pending, digest in found
+        ]
+        counts = Counter(status.value for status in statuses)
+        self._counters.add_all(counts | {"bytes": len(found) * self._config.page_bytes})
+        verified_s = monotonic()
+        for (pending, digest), status in zip(found, statuses, strict=True):
+            self._tell(pending, status, digest=digest, verified_s=verified_s)
 
     def end(self, pending: Pending, status: ReadStatus, *, detail: str = "") -> None:
         """Ends a read and calls `done`; without effect on one that has ended."""
@@ -252,6 +283,12 @@ class ReadTable:
         verified_s: float | None = None,
     ) -> None:  # fmt: skip
         self._counters.add(status.value)
+        self._tell(pending, status, digest=digest, detail=detail, verified_s=verified_s)
+
+    def _tell(
+        self, pending: Pending, status: ReadStatus, *, digest: bytes = b"", detail: str = "",
+        verified_s: float | None = None,
+    ) -> None:  # fmt: skip
         try:
             pending.done(
                 ReadDone(

@@ -52,6 +52,13 @@ class FrameReceiver:
         self.begun_at = self._begun_ahead_at
         self._begun_ahead_at = None
 
+    def take_up(self, header: bytes) -> None:
+        """Goes on behind a header that somebody else took off the socket. Only between frames."""
+        assert self._at == 0
+        self._header[:] = header
+        self._at = HEADER.size
+        self.begun_at = time.monotonic()
+
     def pump(self) -> Frame | None:
         """The next whole frame, or None if the socket has no more now. Raises WireError, PeerClosed."""
         while True:

@@ -58,6 +58,9 @@ class Code(IntEnum):
     NO_SUCH_PAGE = 4
 
 
+_MAX_BODIES: dict[int, int] = {Kind.REGION: MAX_REGION_BYTES, Kind.PAGE: 0}
+
+
 class WireError(Exception):
     """The other end broke the rules of this file. The connection is of no more use."""
 
@@ -166,7 +169,7 @@ def unpack(header: bytes | memoryview, expect: frozenset[Kind], page_bytes: int)
     if magic != MAGIC or version != VERSION or kind not in expect:
         raise WireError("not a frame that is welcome here")
     wanted_payload = page_bytes if kind == Kind.PAGE else 0
-    max_body = MAX_REGION_BYTES if kind == Kind.REGION else MAX_BODY_BYTES
+    max_body = _MAX_BODIES.get(kind, MAX_BODY_BYTES)
     if body_bytes > max_body or payload_bytes != wanted_payload:
         raise WireError("a frame of a forbidden size")
     return Frame(kind=Kind(kind), code=code, sequence=sequence), body_bytes, payload_bytes

@@ -23,6 +23,11 @@ def monotonic() -> float:
     return _skew_s + _rate * time.monotonic()
 
 
+def at(seconds: float) -> float:
+    """What `monotonic` said when the machine's monotonic clock said `seconds`, for compiled code's stamps."""
+    return _skew_s + _rate * seconds
+
+
 def skew(seconds: float, rate: float) -> None:
     """Sets this process's clock wrong, for tests (failpoints clock_offset, clock_rate). Call it before
     `new_event_loop`. rate: by what share it runs fast."""

@@ -120,6 +120,11 @@ def hit(name: str) -> Action | None:
     return _state.hit(name) if _state is not None and _state.on else None
 
 
+def armed() -> bool:
+    """Whether this process may be asked for a fault: then code that knows no failpoints stands aside."""
+    return _state is not None and _state.on
+
+
 def stall_s(name: str) -> float:
     """Seconds to wait here, 0 almost always. For event loops: the place itself waits."""
     action = hit(name)

@@ -6,12 +6,10 @@
 
 #include <algorithm>
 
-#include "xxh3.h"
+#include "page_digest.h"
 
 namespace {
 
-constexpr size_t HEADER_BYTES = xxh3::BLOCK;  // kvtransfer/digest.py pads the header to one block
-constexpr size_t INDEX_AT = 16, ROWS_AT = 24;
 constexpr size_t PREFETCH = 8192;  // into the second level; the hardware's own stops at a 4 KiB border
 
 enum State : uint64_t { MOVING = 0, ARRIVED = 1, STALE = 2 };
@@ -29,18 +27,6 @@ struct Piece {
     uint64_t moved;
     uint64_t lanes[8];
 };
-
-xxh3::Lanes begin_digest(const uint8_t* header, const Piece& piece) {
-    uint8_t block[HEADER_BYTES];
-    std::memcpy(block, header, sizeof block);
-    const uint64_t index = __builtin_bswap64(piece.index);
-    const uint32_t rows = __builtin_bswap32(static_cast<uint32_t>(piece.valid_rows));
-    std::memcpy(block + INDEX_AT, &index, sizeof index);
-    std::memcpy(block + ROWS_AT, &rows, sizeof rows);
-    xxh3::Lanes lanes = xxh3::start();
-    xxh3::block(lanes, block);
-    return lanes;
-}
 
 template <bool DIGEST, bool ALIGNED>
 void move_blocks(xxh3::Lanes& lanes, uint8_t* to, const uint8_t* from, size_t bytes) {
@@ -60,20 +46,12 @@ void move_blocks(xxh3::Lanes& lanes, uint8_t* to, const uint8_t* from, size_t by
     }
 }
 
-void end_digest(const xxh3::Lanes& lanes, const uint8_t* header, Piece& piece, size_t at, size_t page_bytes) {
-    uint8_t last[xxh3::STRIPE];
-    const size_t own = std::min(page_bytes, xxh3::STRIPE);
-    std::memcpy(last, header + HEADER_BYTES - (xxh3::STRIPE - own), xxh3::STRIPE - own);
-    std::memcpy(last + xxh3::STRIPE - own, piece.target + page_bytes - own, own);
-    xxh3::finish(lanes, piece.target + at, page_bytes - at, last, HEADER_BYTES + page_bytes, piece.digest);
-}
-
 // Moves at most `budget` bytes of a page, whole blocks but for its end.
 template <bool DIGEST>
 size_t move_part(const uint8_t* header, Piece& piece, size_t page_bytes, size_t budget) {
-    const size_t whole = (page_bytes - 1) / xxh3::BLOCK * xxh3::BLOCK;
+    const size_t whole = page_digest::whole_blocks(page_bytes);
     xxh3::Lanes lanes = xxh3::Lanes::load(piece.lanes);
-    if (DIGEST && piece.moved == 0) lanes = begin_digest(header, piece);
+    if (DIGEST && piece.moved == 0) lanes = page_digest::begin(header, piece.index, piece.valid_rows);
     const size_t bytes = std::min(whole - piece.moved, std::max(budget / xxh3::BLOCK, size_t{1}) * xxh3::BLOCK);
     uint8_t* to = piece.target + piece.moved;
     if (reinterpret_cast<uintptr_t>(to) % xxh3::STRIPE == 0)
@@ -84,7 +62,7 @@ size_t move_part(const uint8_t* header, Piece& piece, size_t page_bytes, size_t 
     if (piece.moved == whole) {
         std::memcpy(piece.target + whole, piece.source + whole, page_bytes - whole);
         piece.moved = page_bytes;
-        if (DIGEST) end_digest(lanes, header, piece, whole, page_bytes);
+        if (DIGEST) page_digest::end(lanes, header, piece.target, page_bytes, piece.digest);
     }
     lanes.store(piece.lanes);
     _mm_sfence();  // stores past the cache are in no order otherwise

@@ -24,6 +24,7 @@ from kvtransfer.stream import PeerClosed
 from kvtransfer.tcp.visit import Visit
 from kvtransfer.transport import Done, ReaderConfig, ReadRequest, ReadStatus
 from kvtransfer.wire import WireError
+from pdserve import failpoints
 from pdserve.tls.sockets import Untrusted
 
 log = logging.getLogger(__name__)
@@ -33,10 +34,16 @@ class TcpPageReader:
     """A `PageReader` over TCP. Dials when there is something to read, and again after a loss."""
 
     def __init__(
-        self, config: ReaderConfig, digester: Callable[[bytes], PageDigester] = PageDigester
+        self,
+        config: ReaderConfig,
+        digester: Callable[[bytes], PageDigester] = PageDigester,
+        *,
+        compiled: bool = True,
     ) -> None:
-        """digester: see `ReadTable`."""
+        """digester: see `ReadTable`. compiled: take pages by compiled code where it can: not over TLS, nor
+        where faults may be asked for."""
         self._config = config
+        self._compiled = compiled and config.tls is None and config.page_bytes > 0
         self._counters, self._wake = Counters(), Signal()
         self._reads = ReadTable(config, self._counters, digester)
         self._cancelled: deque[Pending] = deque()
@@ -84,7 +91,10 @@ class TcpPageReader:
         try:
             host, port = split_address(self._config.endpoint)
             with dialled(self._config, host, port, self._wake, lambda: self._reads.closed) as sock:
-                visit = Visit(sock, self._config, self._reads, self._counters, self._wake, self._cancelled)
+                visit = Visit(
+                    sock, self._config, self._reads, self._counters, self._wake, self._cancelled,
+                    compiled=self._compiled and not failpoints.armed(),
+                )  # fmt: skip
                 visit.greet(first)
                 visit.run()
             return

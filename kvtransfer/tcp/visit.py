@@ -11,23 +11,27 @@ import select
 import socket
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from kvtransfer.hello import accept, introduce, refusal
 from kvtransfer.listener import Signal, Stalled, Waiter
 from kvtransfer.reads import Counters, Pending, ReadTable, State
 from kvtransfer.stream import FrameReceiver, FrameSender, PeerClosed
+from kvtransfer.tcp.pump import NUM_SLOTS, PagePump
 from kvtransfer.transport import ReaderConfig, ReadStatus
 from kvtransfer.wire import MAX_PAGES_PER_READ, Frame, Kind, Read, WireError, pack
+from pdserve import clock
 
 _GREETINGS = frozenset({Kind.WELCOME, Kind.REFUSED})
 _ANSWERS = frozenset({Kind.PAGE, Kind.STALE, Kind.DENIED, Kind.DROPPED})
 _BATCH_BYTES = 65536
-_MAX_ASKED = 1024
+_MAX_ASKED = NUM_SLOTS
 _LOW_ASKED = 768  # with fewer on their way, more are asked for even while pages come
 
 
 class Visit:
-    """A connection in the hands of the reader's thread; cancelled: asked reads that were cancelled since."""
+    """A connection in the hands of the reader's thread; cancelled: asked reads that were cancelled since.
+    compiled: whether compiled code takes its pages."""
 
     def __init__(
         self,
@@ -37,12 +41,16 @@ class Visit:
         counters: Counters,
         wake: Signal,
         cancelled: deque[Pending],
+        *,
+        compiled: bool,
     ) -> None:
         self._sock, self._config, self._reads = sock, config, reads
         self._counters, self._wake, self._cancelled = counters, wake, cancelled
-        self._receiver = FrameReceiver(
+        self._receiver: FrameReceiver | PagePump = FrameReceiver(
             sock, expect=_GREETINGS, page_bytes=config.page_bytes, place=self._place
         )
+        self._compiled = compiled
+        self._pump: PagePump | None = None
         self._sender = FrameSender(sock)
         self._waiter = Waiter(sock, wake)
         self._awaited: dict[int, Pending] = {}
@@ -59,11 +67,24 @@ class Visit:
             if frame is not None:
                 accept(frame, self._config)
                 self._counters.add("connections")
-                self._receiver.expect = _ANSWERS
+                self._take_pages()
                 self._heard_at = time.monotonic()
                 return
             self._wait(self._heard_at + self._config.stall_s)
         raise PeerClosed
+
+    def _take_pages(self) -> None:
+        page_bytes = self._config.page_bytes
+        if self._compiled:
+            self._pump = PagePump(
+                self._sock, self._wake, expect=_ANSWERS, page_bytes=page_bytes, header=self._reads.header,
+                landed=self._landed, may_wait=lambda: bool(self._awaited) and not self._sender.busy,
+            )  # fmt: skip
+            self._receiver = self._pump
+        else:
+            self._receiver = FrameReceiver(
+                self._sock, expect=_ANSWERS, page_bytes=page_bytes, place=self._place
+            )
 
     def run(self) -> None:
         """Reads until the reader is closed, or there was nothing to do for idle_s, or the source left while
@@ -93,8 +114,24 @@ class Visit:
         while (frame := self._receiver.pump()) is not None:
             self._heard_at = time.monotonic()
             self._answer(frame)
-            if self._cancelled or (len(self._awaited) < _LOW_ASKED and self._reads.any_waiting):
-                self._ask()
+            self._ask_more()
+
+    def _ask_more(self) -> None:
+        if self._cancelled or (len(self._awaited) < _LOW_ASKED and self._reads.any_waiting):
+            self._ask()
+
+    def _landed(self, pages: Sequence[tuple[int, int, bytes]]) -> None:
+        """The pump's pages: sequence, when (0: cancelled), digest."""
+        self._heard_at = time.monotonic()
+        self._num_answers += len(pages)
+        reads, found = self._reads, []
+        for sequence, arrived_ns, digest in pages:
+            pending = self._awaited.pop(sequence)
+            if arrived_ns:
+                reads.arrived(pending, clock.at(arrived_ns / 1e9))
+                found.append((pending, digest if reads.header else reads.digest(pending)))
+        reads.verify_all(found)
+        self._ask_more()
 
     def _answer(self, frame: Frame) -> None:
         pending = self._awaited.pop(frame.sequence, None)
@@ -139,8 +176,8 @@ class Visit:
 
     def _wishes(self) -> bytes:
         frames, size = [], 0
-        while size < _BATCH_BYTES and len(self._awaited) < _MAX_ASKED:
-            batch = self._reads.ask(min(MAX_PAGES_PER_READ, _MAX_ASKED - len(self._awaited)))
+        while size < _BATCH_BYTES and (room := self._room()):
+            batch = self._reads.ask(min(MAX_PAGES_PER_READ, room))
             if not batch:
                 break
             if not self._awaited:
@@ -151,7 +188,14 @@ class Visit:
                 self._sequence += 1
                 pending.sequence = self._sequence
                 self._awaited[pending.sequence] = pending
+            if self._pump is not None:
+                self._reads.lend(batch, self._pump.lend, self._pump.call_off)
         return b"".join(frames)
+
+    def _room(self) -> int:
+        """How many more may be asked; of answers in order, all that are not on their way."""
+        oldest = next(iter(self._awaited), self._sequence + 1)
+        return _MAX_ASKED - (self._sequence + 1 - oldest)
 
     def _idle(self) -> bool:
         return not self._awaited and not self._sender.busy and self._receiver.begun_at is None
