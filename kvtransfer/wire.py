@@ -58,6 +58,8 @@ class Code(IntEnum):
     NO_SUCH_PAGE = 4
 
 
+_PAGE_FRAME = struct.Struct(">8sQII")
+_PAGE_BEGIN = struct.pack(">4sBBH", MAGIC, VERSION, Kind.PAGE, 0)
 _MAX_BODIES: dict[int, int] = {Kind.REGION: MAX_REGION_BYTES, Kind.PAGE: 0}
 
 
@@ -158,6 +160,11 @@ def sendable(key: Key, ticket: bytes) -> bool:
 def pack(kind: Kind, *, code: int = 0, sequence: int = 0, body: bytes = b"", payload_bytes: int = 0) -> bytes:
     """Header and body of a frame; `payload_bytes` follow it."""
     return HEADER.pack(MAGIC, VERSION, kind, code, sequence, len(body), payload_bytes) + body
+
+
+def page_frame(sequence: int, page_bytes: int) -> bytes:
+    """What `pack` makes of a PAGE, for whoever sends many."""
+    return _PAGE_FRAME.pack(_PAGE_BEGIN, sequence, 0, page_bytes)
 
 
 def unpack(header: bytes | memoryview, expect: frozenset[Kind], page_bytes: int) -> tuple[Frame, int, int]:

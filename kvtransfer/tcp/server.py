@@ -3,8 +3,8 @@
 What lives here: one connection's life (hello, queued reads, one page at a time) and the server that accepts
 them. What does not: the frames themselves (`kvtransfer.wire`), threads and stopping (`kvtransfer.listener`).
 
-A queued read holds nothing; its page is checked and pinned right before its load of frames (one page, or a
-few small ones) begins and unpinned right after the last byte, so a page that goes while its read waits
+A queued read holds nothing; its page is checked and pinned right before its load of frames (a few, or one
+large page) begins and unpinned right after the last byte, so a page that goes while its read waits
 makes a STALE frame. Every connection has its own queue and thread: a reader that does not take its bytes
 delays no other.
 """
@@ -18,7 +18,6 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from kvtransfer.hello import judge
 from kvtransfer.listener import Listener, Signal, Stalled, Waiter
@@ -26,11 +25,11 @@ from kvtransfer.reads import Counters
 from kvtransfer.sockets import accepting, address, bound
 from kvtransfer.stream import FrameReceiver, FrameSender
 from kvtransfer.transport import PageSource, ServerConfig
-from kvtransfer.wire import Code, Frame, Hello, Kind, Read, WireError, pack
+from kvtransfer.wire import Code, Frame, Hello, Kind, Read, WireError, pack, page_frame
 from pdserve.types import Key
 
 _serial = itertools.count()
-_LOAD_BYTES = 256 * 1024
+_LOAD_BYTES = 1024 * 1024  # about a sixth of a millisecond; its pages are pinned as long
 _MAX_PARTS = 256  # a system call takes 1,024
 
 
@@ -77,15 +76,8 @@ class TcpPageServer:
         _Connection(sock, self._source, self._config, self._counters, self._stop).run()
 
 
-@dataclass(slots=True)
-class _Job:
-    """An answer that is due: a page, or (answer set) a short frame."""
-
-    sequence: int
-    page: int = 0
-    generation: int = 0
-    key: Key | None = None
-    answer: bytes = b""
+_Job = tuple[int, int, Key] | bytes
+"""An answer that is due: page, generation and whose it must be, or a short frame."""
 
 
 class _Connection:
@@ -100,6 +92,8 @@ class _Connection:
         self._sender = FrameSender(sock)
         self._jobs: OrderedDict[int, _Job] = OrderedDict()
         self._id = next(_serial)
+        self._page_bytes = source.facts.page_bytes
+        self._max_pages = math.ceil(_LOAD_BYTES / max(1, self._page_bytes))
         self._pins: dict[int, str] = {}
         self._waiter = Waiter(sock, stop)
         self._greeted = self._refused = False
@@ -155,11 +149,11 @@ class _Connection:
             elif page >= self._source.facts.num_pages:
                 jobs[sequence] = self._denied(sequence, Code.NO_SUCH_PAGE)
             else:
-                jobs[sequence] = _Job(sequence, page, generation, read.key)
+                jobs[sequence] = (page, generation, read.key)
 
-    def _denied(self, sequence: int, code: Code) -> _Job:
+    def _denied(self, sequence: int, code: Code) -> bytes:
         self._counters.add("denied")
-        return _Job(sequence, answer=pack(Kind.DENIED, code=code, sequence=sequence))
+        return pack(Kind.DENIED, code=code, sequence=sequence)
 
     def _cancel(self, frame: Frame) -> None:
         # Its answer may be under way or out already: then that is the one answer.
@@ -168,8 +162,7 @@ class _Connection:
             self._unpin()
         if frame.sequence in self._jobs:
             self._counters.add("dropped")
-            dropped = pack(Kind.DROPPED, sequence=frame.sequence)
-            self._jobs[frame.sequence] = _Job(frame.sequence, answer=dropped)
+            self._jobs[frame.sequence] = pack(Kind.DROPPED, sequence=frame.sequence)
 
     def _send(self) -> None:
         if not self._sender.pump():
@@ -184,27 +177,27 @@ class _Connection:
     def _next_load(self) -> list[bytes | memoryview]:
         """Frames of the first queued reads: one page, or some small ones."""
         parts: list[bytes | memoryview] = []
-        size = 0
-        while self._jobs and size < _LOAD_BYTES and len(parts) < _MAX_PARTS:
-            _, job = self._jobs.popitem(last=False)
-            for part in self._parts(job):
-                parts.append(part)
-                size += len(part)
+        jobs, room = self._jobs, self._max_pages
+        while jobs and room and len(parts) < _MAX_PARTS:
+            sequence, job = jobs.popitem(last=False)
+            if isinstance(job, bytes):
+                parts.append(job)
+            elif self._pin(sequence, *job):
+                parts += (page_frame(sequence, self._page_bytes), self._source.payload(job[0]))
+                room -= 1
+            else:
+                self._counters.add("stale")
+                parts.append(pack(Kind.STALE, sequence=sequence))
+        num_pages = self._max_pages - room
+        self._counters.add_all({"pages": num_pages, "bytes": num_pages * self._page_bytes})
         return parts
 
-    def _parts(self, job: _Job) -> tuple[bytes | memoryview, ...]:
-        if job.answer:
-            return (job.answer,)
+    def _pin(self, sequence: int, page: int, generation: int, key: Key) -> bool:
         pin_id = f"tcp:{self._id}:{next(_serial)}"  # sequences are the reader's, and it may use one again
-        assert job.key is not None
-        if not self._source.pin(job.page, job.generation, job.key, pin_id):
-            self._counters.add("stale")
-            return (pack(Kind.STALE, sequence=job.sequence),)
-        self._pins[job.sequence] = pin_id
-        payload = self._source.payload(job.page)
-        self._counters.add("pages")
-        self._counters.add("bytes", payload.nbytes)
-        return pack(Kind.PAGE, sequence=job.sequence, payload_bytes=payload.nbytes), payload
+        if not self._source.pin(page, generation, key, pin_id):
+            return False
+        self._pins[sequence] = pin_id
+        return True
 
     def _unpin(self) -> None:
         for pin_id in self._pins.values():
