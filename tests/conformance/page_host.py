@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvtransfer.digest import page_digest
+from kvtransfer.tcp.reader import TcpPageReader
 from kvtransfer.ticket import Side, TicketFacts, mint, verify
 from kvtransfer.transport import PageServer, PoolFacts, ReaderConfig, ServerConfig, Transport, transport
 from pdserve.errors import PermissionRefused
@@ -162,11 +163,14 @@ class Host:
 
 
 def way(name: str) -> Transport:
-    """The transport of that name; with "+tls" it has the suite's certificates at both ends."""
+    """The transport of that name; with "+tls" it has the suite's certificates at both ends, and "tcp+python"
+    takes its pages without compiled code."""
     plain, _, secure = name.partition("+")
     found = transport(plain)
     if not secure:
         return found
+    if secure == "python":
+        return Transport(server=found.server, reader=partial(TcpPageReader, compiled=False))
     tls = suite_certs().source()
     return Transport(
         server=lambda source, config: found.server(source, replace(config, tls=tls)),

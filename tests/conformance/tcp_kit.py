@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from kvtransfer.transport import PageReader, PageServer, transport
+from kvtransfer.tcp.reader import TcpPageReader
+from kvtransfer.transport import PageReader, PageServer
 from kvtransfer.wire import HEADER, Hello, Kind, Read
 from tests.conformance.page_host import (
     KEY,
@@ -24,12 +25,14 @@ from tests.conformance.transport_kit import WAIT_S
 ANSWERS = frozenset(Kind)
 FRAME_BYTES = HEADER.size + PAGE_BYTES
 WELCOME_BYTES = HEADER.size + 24
+PAGES_BY = "compiled"
+"""How readers take pages; or "python"."""
 
 
 @contextmanager
 def reading(host: Host, endpoint: str, **changes: float) -> Iterator[PageReader]:
     config = reader_config(endpoint=endpoint, pool_id=host.pool.pool_id, **changes)
-    with closing(transport("tcp").reader(config)) as reader:
+    with closing(TcpPageReader(config, compiled=PAGES_BY == "compiled")) as reader:
         yield reader
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from kvtransfer.transport import PageServer, ReadStatus
 from kvtransfer.wire import HEADER, Kind, Welcome, pack
+from tests.conformance import tcp_kit
 from tests.conformance.page_host import (
     NUM_PAGES,
     PAGE_BYTES,
@@ -38,6 +39,12 @@ def host() -> Iterator[Host]:
     host = Host()
     yield host
     host.pool.close()
+
+
+@pytest.fixture(params=["compiled", "python"], autouse=True)
+def pages_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs over both ways to take pages."""
+    monkeypatch.setattr(tcp_kit, "PAGES_BY", request.param)
 
 
 @pytest.fixture(scope="module")

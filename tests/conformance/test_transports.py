@@ -28,7 +28,7 @@ from tests.conformance.page_host import (
 )
 from tests.conformance.transport_kit import Destination, other_key
 
-TRANSPORTS = ["shm", "tcp", "tcp+tls", *(["nixl", "nixl+tls"] if available() else [])]
+TRANSPORTS = ["shm", "tcp", "tcp+python", "tcp+tls", *(["nixl", "nixl+tls"] if available() else [])]
 
 
 @pytest.fixture(params=TRANSPORTS)
