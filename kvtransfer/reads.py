@@ -65,7 +65,8 @@ class Counters:
     def add_all(self, amounts: Mapping[str, int]) -> None:
         """Adds several, at once for whoever takes a snapshot."""
         with self._lock:
-            self._counts.update(amounts)
+            for name, amount in amounts.items():
+                self._counts[name] += amount
 
     def snapshot(self) -> Mapping[str, int]:
         """A copy of all counts."""
@@ -238,7 +239,7 @@ class ReadTable:
             verdict.verdict(stale=False, intact=verdict.is_intact(digest, pending.request.digest))
             for pending, digest in found
         ]
-        counts = Counter(status.value for status in statuses)
+        counts = {status.value: statuses.count(status) for status in set(statuses)}
         self._counters.add_all(counts | {"bytes": len(found) * self._config.page_bytes})
         verified_s = monotonic()
         for (pending, digest), status in zip(found, statuses, strict=True):

@@ -124,7 +124,8 @@ class FrameSender:
     def __init__(self, sock: socket.socket) -> None:
         self.begun_at: float | None = None
         self._sock = sock
-        self._parts: list[memoryview] = []
+        self._parts: list[bytes | memoryview] = []
+        self._left = 0
 
     @property
     def busy(self) -> bool:
@@ -134,12 +135,13 @@ class FrameSender:
     def load(self, *parts: bytes | memoryview) -> None:
         """Sets the next load. Only when not busy; the memory must stay as it is until `pump` returns True."""
         assert not self._parts
-        self._parts = [memoryview(part) for part in parts if len(part)]
+        self._parts = [part for part in parts if len(part)]
+        self._left = sum(map(len, self._parts))
         self.begun_at = time.monotonic()
 
     def own(self) -> None:
         """Copies what is left of the load, so that the memory it came from is free at once."""
-        self._parts = [memoryview(bytes(part)) for part in self._parts]
+        self._parts = [bytes(part) for part in self._parts]
 
     def pump(self) -> bool:
         """Sends what the socket takes now; True when the load is out. Raises PeerClosed."""
@@ -150,7 +152,11 @@ class FrameSender:
                 return False
             except ConnectionError as error:
                 raise PeerClosed from error
-            self._drop(count)
+            self._left -= count
+            if self._left:
+                self._drop(count)
+            else:
+                self._parts = []
         self.begun_at = None
         return True
 
@@ -158,4 +164,4 @@ class FrameSender:
         while self._parts and count >= len(self._parts[0]):
             count -= len(self._parts.pop(0))
         if count:
-            self._parts[0] = self._parts[0][count:]
+            self._parts[0] = memoryview(self._parts[0])[count:]

@@ -165,9 +165,10 @@ class _Connection:
             self._jobs[frame.sequence] = pack(Kind.DROPPED, sequence=frame.sequence)
 
     def _send(self) -> None:
-        if not self._sender.pump():
-            return
-        self._unpin()
+        if self._sender.busy:
+            if not self._sender.pump():
+                return
+            self._unpin()
         if self._jobs:
             self._sender.load(*self._next_load())
             if self._sender.pump():
