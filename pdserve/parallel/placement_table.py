@@ -8,7 +8,7 @@ rank r are r * slots_per_rank and the following ones, the same numbers in every 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pdserve.errors import ConfigError
@@ -57,6 +57,10 @@ class Home:
     share: float
 
 
+Layer = tuple[tuple[Home, ...], ...]
+"""By expert, its homes, by rank."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
     """Weights to bring to a rank. source: a rank that holds them now, on the same node if one does; None:
@@ -76,17 +80,20 @@ class Placement:
 
     topology: Topology
     slots_per_rank: int
-    layers: tuple[tuple[tuple[Home, ...], ...], ...]
+    layers: tuple[Layer, ...]
 
     def __post_init__(self) -> None:
         if len({len(experts) for experts in self.layers}) > 1:
             raise ConfigError("placement: every layer needs the same number of experts")
         for number, experts in enumerate(self.layers):
-            for expert, homes in enumerate(experts):
-                self._check(number, expert, homes)
-            slots = [home.slot for homes in experts for home in homes]
-            if len(set(slots)) < len(slots):
-                raise ConfigError(f"placement: layer {number} has two experts in one slot")
+            self._check_layer(number, experts)
+
+    def _check_layer(self, number: int, experts: Layer) -> None:
+        for expert, homes in enumerate(experts):
+            self._check(number, expert, homes)
+        slots = [home.slot for homes in experts for home in homes]
+        if len(set(slots)) < len(slots):
+            raise ConfigError(f"placement: layer {number} has two experts in one slot")
 
     def _check(self, layer: int, expert: int, homes: Sequence[Home]) -> None:
         where = f"placement: layer {layer}, expert {expert}"
@@ -100,6 +107,27 @@ class Placement:
         total = sum(home.share for home in homes)
         if not abs(total - 1) <= SHARES_SUM or min(home.share for home in homes) < 0:
             raise ConfigError(f"{where} has shares that do not add up to 1")
+
+    def with_layer(self, number: int, experts: Layer) -> Placement:
+        """This table with another layer; only that is checked, and the others stay the same objects: a large
+        table takes long to check and to compare. Raises ConfigError."""
+        if len(experts) != self.num_experts:
+            raise ConfigError("placement: every layer needs the same number of experts")
+        self._check_layer(number, experts)
+        return self._trusted((*self.layers[:number], experts, *self.layers[number + 1 :]))
+
+    def mixed(self, other: Placement, numbers: Collection[int]) -> Placement:
+        """This table with some layers of another for the same machine: both have been checked."""
+        return self._trusted(
+            tuple(other.layers[n] if n in numbers else old for n, old in enumerate(self.layers))
+        )
+
+    def _trusted(self, layers: tuple[Layer, ...]) -> Placement:
+        made = object.__new__(Placement)
+        object.__setattr__(made, "topology", self.topology)
+        object.__setattr__(made, "slots_per_rank", self.slots_per_rank)
+        object.__setattr__(made, "layers", layers)
+        return made
 
     @property
     def num_layers(self) -> int:

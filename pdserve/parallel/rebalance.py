@@ -97,7 +97,7 @@ class Rebalancer:
         """What is to be done now. now: monotonic seconds. Events that came too late change nothing."""
         match event:
             case PlanReady():
-                return self._plan(event.table, now)
+                return self._plan(event, now)
             case RankLost():
                 return self._lost(event.rank)
             case Tick():
@@ -117,12 +117,13 @@ class Rebalancer:
 
     # -- plans and waves -----------------------------------------------------------------------------------
 
-    def _plan(self, table: Placement, now: float) -> list[Effect]:
-        self._asked = False
+    def _plan(self, ready: PlanReady, now: float) -> list[Effect]:
+        self._asked, table = False, ready.table
         if problem := self._problem(table, now):
             return [Told(outcome="rejected", problem=problem)]
         by_layer: dict[int, list[Copy]] = {}
-        for copy in table.copies_from(self.coverage.table):
+        found = table.copies_from(self.coverage.table) if ready.copies is None else ready.copies
+        for copy in found:
             by_layer.setdefault(copy.layer, []).append(copy)
         for layer, copies in by_layer.items():
             if _most(copies) > self._config.spare_slots:
@@ -152,9 +153,8 @@ class Rebalancer:
         layers, copies = self._choose(here, target)
         if not layers:
             return self._finished()
-        mixed = tuple(target.layers[n] if n in layers else old for n, old in enumerate(here.layers))
         self._wave = Wave(
-            phase="copying", layers=tuple(layers), table=replace(here, layers=mixed), copies=tuple(copies),
+            phase="copying", layers=tuple(layers), table=here.mixed(target, layers), copies=tuple(copies),
             waiting=tuple(copies), running=frozenset(), since=now,
         )  # fmt: skip
         return self._start_copies(self._wave)

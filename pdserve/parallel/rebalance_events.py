@@ -17,9 +17,12 @@ from pdserve.parallel.placement_table import Copy, Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReady:
-    """A table to come to. It was planned with the ranks that are lost now, or is rejected."""
+    """A table to come to. It was planned with the ranks that are lost now, or is rejected. copies: from the
+    table that is installed to it; None: to be found, which takes long for large tables.
+    """
 
     table: Placement
+    copies: tuple[Copy, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

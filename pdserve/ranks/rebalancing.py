@@ -44,6 +44,8 @@ OUTCOMES = ("done", "rejected", "rolled_back", "copy_failed")
 """How a plan can end here."""
 LANES = 2
 """Copies at once: one leaves its source while another reaches its target."""
+WAVE_LAYERS = 1
+"""Layers that are tried and installed with one step: what a step has to do for it stays a millisecond."""
 IDLE_STEPS = 3
 """After so many steps without rows a canary gets rows of its own."""
 
@@ -80,13 +82,11 @@ class Rebalancing:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """table: with which all ranks were built. ranks: connections to ranks 1 and up, in order."""
-        config = RebalanceConfig(
-            spare_slots=table.slots_per_rank, at_once=LANES, layers=max(1, table.num_layers // 8)
-        )
+        config = RebalanceConfig(spare_slots=table.slots_per_rank, at_once=LANES, layers=WAVE_LAYERS)
         self._rebalancer = Rebalancer(table, config)
         self._tender, self._ranks = tender, tuple(ranks)
         self._block_bytes, self._clock = tender.block_bytes, clock
-        self._offers: deque[Placement] = deque()
+        self._offers: deque[PlanReady] = deque()
         self._orders: list[list[Order]] = [[] for _ in range(len(ranks) + 1)]
         self._lanes = list(range(LANES))
         self._ferry_is_open = False
@@ -113,14 +113,15 @@ class Rebalancing:
         """Of the tables of the next step."""
         return self._version
 
-    def offer(self, table: Placement) -> None:
-        """A table to come to; what becomes of it is in `status`. Any thread."""
-        self._offers.append(table)
+    def offer(self, table: Placement, copies: tuple[Copy, ...] | None = None) -> None:
+        """A table to come to; what becomes of it is in `status`. Any thread. copies: from the present table,
+        which should share its unchanged layers: then no step waits for them to be found."""
+        self._offers.append(PlanReady(table=table, copies=copies))
 
     def before_step(self) -> None:
         """Sends what ranks are to do before the next plan. Raises WorkerLost."""
         while self._offers:
-            self._feed(PlanReady(table=self._offers.popleft()))
+            self._feed(self._offers.popleft())
         if self._rebalancer.busy:
             self._feed(Tick())
             self._feed(StepBoundary())
@@ -165,7 +166,7 @@ class Rebalancing:
                 raise AssertionError("an effect that no driver carries out")
 
     def _install(self, table: Placement, copies: Sequence[Copy]) -> None:
-        layers = [n for n, layer in enumerate(table.layers) if layer != self._table.layers[n]]
+        layers = [n for n, layer in enumerate(table.layers) if layer is not self._table.layers[n]]
         self._version += 1
         self._table = table
         self._tell_all({"do": "install", "tables": _tables(table, layers), "version": self._version})
@@ -212,11 +213,11 @@ class Rebalancing:
             return
         number = word["copy"]
         if word["word"] == "given":
-            self._given(number, self._trips[number], word["digest"])
+            self._given(number, self._trips[number], word["sum"])
         else:
             self._taken(number, self._trips[number], word["same"])
 
-    def _given(self, number: int, trip: _Trip, digest: str) -> None:
+    def _given(self, number: int, trip: _Trip, checksum: int | None) -> None:
         if trip.dropped:
             self._end(number, trip)
             return
@@ -225,7 +226,7 @@ class Rebalancing:
             copy.rank,
             {
                 "do": "take", "copy": number, "layer": copy.layer, "expert": copy.expert, "lane": trip.lane,
-                "digest": digest,
+                "sum": checksum,
             },
         )  # fmt: skip
 

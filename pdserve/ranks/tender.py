@@ -5,8 +5,8 @@ that need all of them at the same point. What does not: choosing them (`rebalanc
 
     order     | fields                                  | word, later
     open      | lane_bytes (and the ferry's descriptor) |
-    give      | copy, layer, expert, lane               | given: copy, digest
-    take      | copy, layer, expert, lane, digest       | taken: copy, same
+    give      | copy, layer, expert, lane               | given: copy, sum
+    take      | copy, layer, expert, lane, sum          | taken: copy, same
     stop      | copy                                    | given or taken all the same, with nothing in it
     drop      | layer, expert                           |
     try       | tables, copies                          | canary: same, with the step that met rows
@@ -101,20 +101,20 @@ class Tender:
             order,
             block,
             out=True,
-            done=lambda digest: self._say({"word": "given", "copy": copy, "digest": digest}),
+            done=lambda checksum: self._say({"word": "given", "copy": copy, "sum": checksum}),
         )
 
     def _take(self, order: Order) -> None:
         block = self._bank.expect(order["layer"], order["expert"])
-        copy, wanted = order["copy"], order["digest"]
+        copy, wanted = order["copy"], order["sum"]
         self._sail(
             order,
             block,
             out=False,
-            done=lambda digest: self._say({"word": "taken", "copy": copy, "same": digest == wanted}),
+            done=lambda checksum: self._say({"word": "taken", "copy": copy, "same": checksum == wanted}),
         )
 
-    def _sail(self, order: Order, block: Block, *, out: bool, done: Callable[[str], None]) -> None:
+    def _sail(self, order: Order, block: Block, *, out: bool, done: Callable[[int | None], None]) -> None:
         assert self._ferry is not None
         lane = self._ferry.lane(order["lane"])
         job = Job(pieces=block.pieces(), lane=lane, out=out, keep=(block, self._ferry), done=done)

@@ -16,7 +16,7 @@ from typing import Protocol
 from pdserve.api import RebalanceAnswer
 from pdserve.errors import InternalError, WorkerLost
 from pdserve.parallel.expert_snapshot import ExpertSnapshot
-from pdserve.parallel.placement_table import Placement
+from pdserve.parallel.placement_table import Copy, Placement
 from pdserve.parallel.plan_process import Proposal, propose_elsewhere
 from pdserve.ranks.rebalancing import RebalanceStatus
 from pdserve.worker.experts import ExpertWatch
@@ -41,7 +41,7 @@ class Rebalances(Protocol):
     @property
     def status(self) -> RebalanceStatus: ...
 
-    def offer(self, table: Placement) -> None: ...
+    def offer(self, table: Placement, copies: tuple[Copy, ...] | None = None) -> None: ...
 
 
 class ExpertKeeper:
@@ -101,7 +101,7 @@ class ExpertKeeper:
             self._planning = False
         if proposal.gain < least_gain:
             return self._answer("there is nothing to gain", proposal)
-        self._rebalances.offer(proposal.table)
+        self._rebalances.offer(proposal.table, proposal.copies)
         self._asked.set()
         return self._answer("", proposal)
 
@@ -110,7 +110,7 @@ class ExpertKeeper:
             name=self._name,
             started=not reason,
             reason=reason,
-            copies=0 if proposal is None else proposal.copies,
+            copies=0 if proposal is None else len(proposal.copies),
             gain=0.0 if proposal is None else proposal.gain,
         )
 

@@ -123,17 +123,18 @@ def test_an_idle_replica_rebalances_and_its_bits_stay(mixtral: Model, tmp_path: 
         assert [runner.execute(plan).tokens for plan in script(runner.config.vocab_size)] == expected
 
 
-def spoiled(ferryman: Ferryman, job: Job) -> str:
-    """The digest says that all is well, and the block's first weights are others."""
-    digest = COPY(ferryman, job)
+def spoiled(ferryman: Ferryman, job: Job) -> int | None:
+    """The checksum says that all is well, and the block's first weights are others."""
+    checksum = COPY(ferryman, job)
     if not job.out:
         ctypes.memset(job.pieces[0][0], 0x3F, job.pieces[0][1])
-    return digest
+    return checksum
 
 
-def damaged(ferryman: Ferryman, job: Job) -> str:
+def damaged(ferryman: Ferryman, job: Job) -> int | None:
     """Something else came in than went out."""
-    return COPY(ferryman, job) + ("" if job.out else "00")
+    checksum = COPY(ferryman, job)
+    return checksum if job.out or checksum is None else checksum ^ 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from pdserve.errors import InternalError
 from pdserve.parallel.expert_snapshot import ExpertSnapshot
-from pdserve.parallel.placement_table import Placement, Topology, contiguous
+from pdserve.parallel.placement_table import Copy, Placement, Topology, contiguous
 from pdserve.parallel.plan_process import Proposal, propose, propose_elsewhere
 from pdserve.ranks.rebalancing import RebalanceStatus
 from pdserve.worker.expert_keeper import LEAST_TOKENS, ExpertKeeper
@@ -32,7 +32,8 @@ class Ranks:
     def busy(self) -> bool:
         return self.wanted is not None
 
-    def offer(self, table: Placement) -> None:
+    def offer(self, table: Placement, copies: tuple[Copy, ...] | None = None) -> None:
+        assert copies == table.copies_from(TABLE)
         self.wanted, self.steps = table, 0
 
     async def step(self) -> None:
