@@ -39,6 +39,9 @@ from pdserve.parallel.shards import split
 LEAST_SAVING = 256 << 10
 """Bytes. Counting and a second call cost more than few bytes do: benchmarks/results/expert_exchange.json."""
 
+LEAST_IN_PLACE = 256 << 10
+"""Bytes of gathered rows from which it is cheaper to find them where they are than to put them together."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatched:
@@ -124,8 +127,19 @@ class SharedRows:
             counts = _table(owner_M, bounds, self.group.size)
             if self._saves(counts, bounds, tokens, rows_ME):
                 return self._to_owners(rows_ME, sent, owner_M, counts)
-        widths = [end - begin for begin, end in pairwise(bounds)]
-        return Returned(rows_NE=gather_rows(rows_ME, widths, self.group), row_of_OC=sent.order.row_of_TC)
+        return self._to_all(rows_ME, sent, bounds)
+
+    def _to_all(self, rows_ME: torch.Tensor, sent: Dispatched, bounds: Sequence[int]) -> Returned:
+        """By a gather, in order of slot. Many rows stay where it put them, padding between them."""
+        counts = [end - begin for begin, end in pairwise(bounds)]
+        most = max(counts)
+        if most * self.group.size * rows_ME.shape[1] * rows_ME.itemsize < LEAST_IN_PLACE:
+            return Returned(rows_NE=gather_rows(rows_ME, counts, self.group), row_of_OC=sent.order.row_of_TC)
+        whole = self.group.gather(_padded(rows_ME, most))
+        rank_TC = torch.bucketize(sent.order.row_of_TC, torch.tensor(bounds[1:-1]), right=True)
+        shift_R = torch.tensor([rank * most - begin for rank, begin in enumerate(bounds[:-1])])
+        # Rank 0's rows are not shifted, and dropped ones (-1) go with them.
+        return Returned(rows_NE=whole.flatten(0, 1), row_of_OC=sent.order.row_of_TC + shift_R[rank_TC])
 
     def _to_owners(
         self, rows_ME: torch.Tensor, sent: Dispatched, owner_M: torch.Tensor, counts: list[list[int]]
@@ -207,12 +221,16 @@ def gather_rows(ours: torch.Tensor, counts: Sequence[int], group: Group) -> torc
     most = max(counts)
     if most == 0:
         return ours
-    padded = ours
-    if len(ours) < most:
-        padded = ours.new_zeros(most, *ours.shape[1:])
-        padded[: len(ours)] = ours
-    whole = group.gather(padded.contiguous())
+    whole = group.gather(_padded(ours, most))
     return torch.cat([rows[:count] for rows, count in zip(whole, counts, strict=True)])
+
+
+def _padded(ours: torch.Tensor, most: int) -> torch.Tensor:
+    if len(ours) == most:
+        return ours.contiguous()
+    padded = ours.new_zeros(most, *ours.shape[1:])
+    padded[: len(ours)] = ours
+    return padded
 
 
 def busiest(counts: Sequence[Sequence[int]]) -> int:

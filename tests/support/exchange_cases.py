@@ -18,6 +18,7 @@ from pdserve.layers.moe import ExpertLoad, ExpertMap, LocalExperts, MoE, SharedE
 from pdserve.layers.replicas import ReplicaMap
 from pdserve.layers.routers import DROPPED, Routing
 from pdserve.models.sharded_experts import ExpertSplit, over_ranks
+from pdserve.parallel import expert_exchange
 from pdserve.parallel.expert_exchange import ExpertExchange, OwnedRows, SharedRows
 from pdserve.parallel.group import Group
 from pdserve.parallel.shards import split
@@ -157,7 +158,8 @@ def experts_over_ranks(group: Group) -> list[str]:
                     dtype
                 )
                 wanted = alone(x_TE)
-                for least in (ALWAYS, NEVER):
+                # Gathered rows are put together, or found where they are.
+                for least, expert_exchange.LEAST_IN_PLACE in ((ALWAYS, 0), (NEVER, 0), (NEVER, NEVER)):
                     shared = SharedRows(slots=slots, group=group, least_saving=least)
                     moe = _on_ranks(alone, held, homes, shared)
                     before = group.traffic.num_calls
