@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from decode_worker.reserve import Kept, Reservation
+from decode_worker.spread import Spread
 from kvtransfer.session.decode import DecodeSession, DState
 from kvtransfer.session.decode_events import DEnd, DEvent
 from kvtransfer.session.guard import RoleContext
@@ -92,6 +93,10 @@ class Entry:
     first_step: tuple[float, float] | None = None
     tokens: list[Token] = field(default_factory=list)
     todo: list[DEvent] = field(default_factory=list)
+    spread: Spread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spread = self.held.spread
 
     def is_peer(self, peer: str, incarnation: int) -> bool:
         """Whether this is the prefill worker that the key is pulled from."""
@@ -118,9 +123,10 @@ class Entry:
         """
         if self.session.state is not DState.PULL:
             return None
-        held, reading = self.held, self.session.reading
+        held, spread = self.held, self.spread
+        reading = {page for index in self.session.reading for page in spread.lacking(index)}
         pages = {i: p for i, p in enumerate(held.pages) if i >= held.hit_pages and i not in reading}
-        proven = range(held.hit_pages, self.session.verified_prefix)
+        proven = range(held.hit_pages, spread.known_pages(self.session.verified_prefix))
         return Kept(holder=holder, pages=pages, verified={i: held.keys[i] for i in proven})
 
     def doing(self) -> str:
@@ -160,7 +166,8 @@ class Entry:
         started = self.announced_at or self.running_at
         moved = TransferStats(
             path=self.path, pages=self.moved_pages,
-            bytes=self.moved_pages * page_bytes, hit_pages=held.hit_pages, resent_pages=self.resent,
+            bytes=self.moved_pages * (held.origin.page_bytes or page_bytes),
+            hit_pages=held.hit_pages, resent_pages=self.resent,
         )  # fmt: skip
         return Ledger(
             prefill_worker=base.prefill_worker, decode_worker=ctx.worker_id,

@@ -281,8 +281,9 @@ class DecodeRole:
     ) -> list[Effect]:
         ctx = self._ctx
         session = DecodeSession(
-            key=call.key, lease_s=ctx.lease_s, credit_pages=ctx.credit_pages, num_ranks=ctx.num_ranks
-        )
+            key=call.key, lease_s=ctx.lease_s, credit_pages=ctx.credit_pages,
+            num_ranks=len(held.origin.parts),
+        )  # fmt: skip
         entry = Entry(
             session=session,
             call=call,
@@ -301,10 +302,11 @@ class DecodeRole:
             assert call.prefill is not None
             out.append(Dial(peer=call.prefill))
             self._renew_at = min(self._renew_at, now + self._ctx.lease_s / 3)
+        spread = entry.spread
         accepted = table.Accepted(
-            mode=held.mode, num_pages=held.num_pages, hit_pages=held.hit_pages, ticket=call.ticket,
-            deadline_at=min(now + call.deadline_s, facts.decode_expires), num_forced=call.num_forced,
-            max_tokens=call.sampling.max_tokens, verified=held.verified,
+            mode=held.mode, num_pages=spread.num_source_pages, hit_pages=spread.source_hits,
+            ticket=call.ticket, deadline_at=min(now + call.deadline_s, facts.decode_expires),
+            num_forced=call.num_forced, max_tokens=call.sampling.max_tokens, verified=spread.source_verified,
         )  # fmt: skip
         return out + self._run(entry, accepted, now)
 

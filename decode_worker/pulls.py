@@ -1,6 +1,6 @@
 """Page reads in flight on a decode worker: target pages, I/O pins, and reads that do not end. Pure.
 
-What lives here: which read writes which page. What does not: when to read (`kvtransfer.session.decode`) and
+What lives here: which read writes which pages. What does not: when to read (`kvtransfer.session.decode`) and
 the transports (`decode_worker.reads`).
 """
 
@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from decode_worker.entry import Entry
-from kvtransfer.effects import CancelRead, Count, Effect, StartRead
+from kvtransfer.effects import CancelRead, Count, Effect, Relay, StartRead
 from kvtransfer.session.decode_events import ReadEnded, WrongPage
 from kvtransfer.session.guard import RoleContext
 from kvtransfer.transport import ReadStatus
@@ -22,12 +22,12 @@ from pdserve.types import Key, PeerRef
 
 @dataclass(slots=True, kw_only=True)
 class Read:
-    """One rank's page read in flight."""
+    """One read in flight. part: which of the parts that make the page. pages: that it may write."""
 
     entry: Entry
     index: int
-    rank: int
-    page: int
+    part: int
+    pages: tuple[int, ...]
 
 
 class Pulls:
@@ -67,23 +67,33 @@ class Pulls:
             return [Count(name="wrong_content_key")]
         entry.announced_at = entry.announced_at or now
         entry.pages.announced(announce.index, announce.sealed_s, now)
-        if self._pages.state(entry.held.pages[announce.index]) is PageState.RESERVED:
-            self._pages.fill(entry.held.pages[announce.index])
-        return [self._start(entry, announce, rank, peer, now) for rank in range(self._ctx.num_ranks)]
+        spread = entry.spread
+        pages = tuple(entry.held.pages[page] for page in spread.lacking(announce.index))
+        for page in pages:
+            if self._pages.state(page) is PageState.RESERVED:
+                self._pages.fill(page)
+        relay = spread.relay(announce.index, entry.held.pages)
+        parts = range(len(spread.origin.parts))
+        return [self._start(entry, announce, part, peer, pages, relay, now) for part in parts]
 
-    def _start(self, entry: Entry, announce: Announce, rank: int, peer: PeerRef, now: float) -> StartRead:
-        """One rank's read, with a pin of its own. An announced digest has one of each part, in order."""
-        read_id, page = self._next, entry.held.pages[announce.index]
+    def _start(
+        self, entry: Entry, announce: Announce, part: int, peer: PeerRef, pages: tuple[int, ...],
+        relay: Relay | None, now: float,
+    ) -> StartRead:  # fmt: skip
+        """One part's read, with pins of its own. An announced digest has one of each rank, in order."""
+        read_id, origin = self._next, entry.held.origin
         self._next += 1
-        self._reads[read_id] = Read(entry=entry, index=announce.index, rank=rank, page=page)
+        self._reads[read_id] = Read(entry=entry, index=announce.index, part=part, pages=pages)
         self._by_key.setdefault(entry.session.key, set()).add(read_id)
         self._young.append((now + self._ctx.lease_s, read_id))
-        self._pages.hold(page, Holder(HolderKind.IO, f"read:{read_id}"))
-        size = len(announce.digest) // self._ctx.num_ranks
+        for page in pages:
+            self._pages.hold(page, Holder(HolderKind.IO, f"read:{read_id}"))
+        rank, size = origin.parts[part], len(announce.digest) // origin.num_ranks
         return StartRead(
             read_id=read_id, peer=peer, key=announce.key, ticket=entry.call.ticket, source=announce.page,
             index=announce.index, valid_rows=announce.valid_rows,
-            digest=announce.digest[rank * size : (rank + 1) * size], target_page=page, rank=rank,
+            digest=announce.digest[rank * size : (rank + 1) * size], target_page=pages[0], rank=rank,
+            num_ranks=origin.num_ranks, relay=relay,
         )  # fmt: skip
 
     def cancel(self, entry: Entry) -> list[Effect]:
@@ -99,15 +109,16 @@ class Pulls:
         """
         read = self._reads.pop(read_id)
         self._forget(read.entry.session.key, read_id)
-        self._pages.drop(read.page, Holder(HolderKind.IO, f"read:{read_id}"))
+        for page in read.pages:
+            self._pages.drop(page, Holder(HolderKind.IO, f"read:{read_id}"))
         good = status is ReadStatus.GOOD
         read.entry.pages.ended(read.index, arrived=stamps[0], verified=stamps[1], good=good)
         if good:
-            read.entry.moved_pages += read.rank == 0
+            read.entry.moved_pages += read.part == 0
             read.entry.path = path
         elif status is ReadStatus.MISMATCH:
             read.entry.resent += 1
-        return read.entry, ReadEnded(index=read.index, status=status, digest=digest, rank=read.rank)
+        return read.entry, ReadEnded(index=read.index, status=status, digest=digest, rank=read.part)
 
     def tick(self, now: float) -> list[Effect]:
         """A read over one lease is cancelled, which ends it if it has not begun. One that was begun and
@@ -119,8 +130,9 @@ class Pulls:
             out.append(CancelRead(read_id=read_id))
         while now >= self._due(self._cancelled):
             _, read_id = self._cancelled.popleft()
-            self._pages.quarantine(self._reads[read_id].page)
-            out.append(Count(name="quarantined"))
+            for page in self._reads[read_id].pages:
+                self._pages.quarantine(page)
+                out.append(Count(name="quarantined"))
         return out
 
     def _forget(self, key: Key, read_id: int) -> None:

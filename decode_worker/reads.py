@@ -1,18 +1,25 @@
-"""The decode worker's end of the data plane: one page reader per prefill worker, into our own pool.
+"""The decode worker's end of the data plane: one page reader per pool of a peer, into our own pools.
 
-What lives here: readers and their completion. What does not: which pages to read (`decode_worker.loop`).
+What lives here: readers and their completion. What does not: which pages to read (`decode_worker.loop`), what
+a page of another layout becomes (`decode_worker.bridges`).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from dataclasses import replace
 
+from decode_worker.bridges import Bridges
 from decode_worker.loop import DecodeRole
+from decode_worker.staging import Staging
 from kvtransfer.effects import CancelRead, Effect, StartRead
+from kvtransfer.plan.pairing import AS_THEY_ARE
 from kvtransfer.port import WorkerPort, pick_transport
 from kvtransfer.transport import PageReader, ReadDone, ReaderConfig, ReadRequest, ReadStatus, transport
+from pdserve.clock import monotonic
+from pdserve.kvcache.layout import rank_pool_id
 from pdserve.types import PeerRef
 
 log = logging.getLogger(__name__)
@@ -27,6 +34,10 @@ class Reads:
     def __init__(self, port: WorkerPort, role: DecodeRole) -> None:
         self._port = port
         self._role = role
+        self._bridges = Bridges(port.parts.pools, port.parts.context.layout)
+        self._staging = Staging()
+        self._slots: dict[int, memoryview] = {}
+        self._waiting: deque[StartRead] = deque()  # for a slot
         self._readers: dict[tuple[str, int, int], tuple[str, PageReader]] = {}
         self._pending: dict[int, PageReader] = {}
         self._lock = threading.Lock()
@@ -43,23 +54,59 @@ class Reads:
             reader.close()
 
     def _start(self, effect: StartRead) -> None:
-        found = self._reader(effect.peer, effect.source.pool_id)
+        if effect.relay is not None and (self._waiting or not self._take_slot(effect)):
+            self._waiting.append(effect)
+            return
+        self._read(effect)
+
+    def _take_slot(self, effect: StartRead) -> bool:
+        assert effect.relay is not None
+        layout = self._bridges.source_pages(effect.relay.layout, effect.rank)
+        slot = self._staging.take(layout.page_bytes)
+        if slot is not None:
+            self._slots[effect.read_id] = slot
+        return slot is not None
+
+    def _read(self, effect: StartRead) -> None:
+        source = effect.source
+        if effect.rank:
+            source = replace(source, pool_id=rank_pool_id(source.pool_id, effect.rank))
+        found = self._reader(effect, source.pool_id)
         if found is None:  # gone, out of reach, or no descriptor left for it
             self._ended(ReadDone(read_id=effect.read_id, status=ReadStatus.FAILED), "")
             return
         name, reader = found
+        slot = self._slots.get(effect.read_id)
         self._pending[effect.read_id] = reader
         request = ReadRequest(
             read_id=effect.read_id,
             key=effect.key,
             ticket=effect.ticket,
-            source=effect.source,
+            source=source,
             index=effect.index,
             valid_rows=effect.valid_rows,
             digest=effect.digest,
-            target=self._port.parts.pool.page_view(effect.target_page),
+            target=self._own_page(effect) if slot is None else slot,
         )
-        reader.read(request, lambda done: self._ended(done, name))
+        if slot is None:
+            reader.read(request, lambda done: self._ended(done, name))
+        else:
+            reader.read(request, lambda done: self._ended(self._laid(done, effect, slot), name))
+
+    def _own_page(self, effect: StartRead) -> memoryview:
+        return self._port.parts.pools[effect.rank].page_view(effect.target_page)
+
+    def _laid(self, done: ReadDone, effect: StartRead, slot: memoryview) -> ReadDone:
+        """The reader's thread: a page of another layout is read when its rows are in our pages."""
+        if done.status is not ReadStatus.GOOD:
+            return done
+        assert effect.relay is not None
+        try:
+            self._bridges.lay(effect.relay, effect.rank, slot)
+        except Exception:  # else the read would never end, and its pages never be free
+            log.exception("a page of another layout could not be re-laid")
+            return replace(done, status=ReadStatus.FAILED, digest=b"", arrived_s=None, verified_s=None)
+        return replace(done, verified_s=monotonic())
 
     def _ended(self, done: ReadDone, name: str) -> None:
         """Any thread. What ends until the control thread gets to it is one input."""
@@ -72,10 +119,16 @@ class Reads:
     def _finish_all(self, now: float) -> list[Effect]:
         with self._lock:
             ended, self._done = self._done, []
-        return [effect for done, name in ended for effect in self._finish(done, name, now)]
+        effects = [effect for done, name in ended for effect in self._finish(done, name, now)]
+        while self._waiting and self._take_slot(self._waiting[0]):
+            self._read(self._waiting.popleft())
+        return effects
 
     def _finish(self, done: ReadDone, name: str, now: float) -> list[Effect]:
         self._pending.pop(done.read_id, None)
+        slot = self._slots.pop(done.read_id, None)
+        if slot is not None:
+            self._staging.give(slot)
         stamps = None
         if done.arrived_s is not None and done.verified_s is not None:
             stamps = (done.arrived_s, done.verified_s)
@@ -85,34 +138,54 @@ class Reads:
         reader = self._pending.get(effect.read_id)
         if reader is not None:
             reader.cancel(effect.read_id)
+            return
+        for waiting in self._waiting:
+            if waiting.read_id == effect.read_id:
+                self._waiting.remove(waiting)
+                done = ReadDone(read_id=effect.read_id, status=ReadStatus.FAILED, detail="cancelled")
+                self._ended(done, "")
+                return
 
-    def _reader(self, peer: PeerRef, pool_id: int) -> tuple[str, PageReader] | None:
+    def _reader(self, effect: StartRead, pool_id: int) -> tuple[str, PageReader] | None:
         """The reader of a peer's pool, made at first use. None if no transport reaches it."""
+        peer = effect.peer
         name = (peer.worker_id, peer.incarnation, pool_id)
         if name in self._readers:
             return self._readers[name]
         parts = self._port.parts
-        way = pick_transport(parts.transports, parts.host_id, peer)
+        ours = parts.transports
+        if effect.relay is not None:
+            ours = tuple(way for way in ours if way not in AS_THEY_ARE)
+        way = pick_transport(ours, parts.host_id, peer, rank=effect.rank, num_ranks=effect.num_ranks)
         if way is None or (peer.worker_id, peer.incarnation) in self._gone:
             return None
-        config = ReaderConfig(
-            endpoint=way[1],
-            pool_id=pool_id,
-            layout=parts.layout.fingerprint(),
-            page_bytes=parts.layout.page_bytes,
-            layer_first=0,
-            layer_last=parts.layout.num_layers - 1,
-            tls=parts.tls,
-            local=parts.pool.pages_view(),
-        )
         try:
-            reader = transport(way[0]).reader(config)
+            reader = transport(way[0]).reader(self._config(effect, pool_id, way[1]))
         except (OSError, RuntimeError) as error:
             log.warning("no page reader can be made: %s", type(error).__name__)
             return None
         self._make_room(peer)
         self._readers[name] = (way[0], reader)
         return self._readers[name]
+
+    def _config(self, effect: StartRead, pool_id: int, endpoint: str) -> ReaderConfig:
+        parts = self._port.parts
+        pool = parts.pools[effect.rank] if effect.relay is None else None
+        if effect.relay is not None:
+            layout = self._bridges.source_pages(effect.relay.layout, effect.rank)
+        else:
+            layout = parts.pools[effect.rank].layout
+        return ReaderConfig(
+            endpoint=endpoint,
+            pool_id=pool_id,
+            layout=layout.fingerprint(),
+            page_bytes=layout.page_bytes,
+            layer_first=0,
+            layer_last=layout.num_layers - 1,
+            shard=effect.rank,
+            tls=parts.tls,
+            local=None if pool is None else pool.pages_view(),
+        )
 
     def _make_room(self, peer: PeerRef) -> None:
         """A worker's earlier incarnations are gone, and their pools with them; idle readers make room.

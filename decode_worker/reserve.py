@@ -1,16 +1,20 @@
 """Whether and with which pages a decode worker takes a request. Pure; protocol.md row D1.
 
-What lives here: prefix hits, the local-or-not decision, the reservation. What does not: sessions.
+What lives here: prefix hits, the local-or-not decision, the reservation. What does not: sessions, pages of
+another size (`decode_worker.spread`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from decode_worker.spread import Spread
+from kvtransfer.plan import Origin, bridged, same
 from kvtransfer.session.guard import RoleContext, cache_salt, sampling_room
+from pdserve.errors import Incompatible
 from pdserve.kvcache.allocator import Holder, HolderKind, PageState
 from pdserve.kvcache.manager import PageManager
-from pdserve.kvcache.prefix import content_keys, tail_key
+from pdserve.kvcache.prefix import content_keys, page_keys, tail_key
 from pdserve.messages import Announce, Refusal, Refused, Reserve
 from pdserve.types import HandoverMode
 
@@ -22,6 +26,7 @@ class Reservation:
     num_pages: pages of the prompt (with its tail). full_keys: content keys of the full prompt pages; keys
     has the tail's too, if there is one. verified: indices beyond the hits that a lower key of this request
     had verified. In local mode no pages are held, unless some were taken over: the scheduler takes them.
+    origin: what pages of the prefill worker are; source_keys: the content keys of the prompt in those.
     """
 
     mode: HandoverMode
@@ -33,7 +38,17 @@ class Reservation:
     salt: bytes
     rows: int
     page_size: int
+    origin: Origin
+    source_keys: tuple[bytes, ...]
     verified: frozenset[int] = frozenset()
+
+    @property
+    def spread(self) -> Spread:
+        """The prompt in pages of the prefill worker and in ours."""
+        return Spread(
+            origin=self.origin, rows=self.rows, page_size=self.page_size, hit_pages=self.hit_pages,
+            verified=self.verified,
+        )  # fmt: skip
 
     @property
     def known_rows(self) -> int:
@@ -45,9 +60,10 @@ class Reservation:
 
     def expects(self, announce: Announce) -> bool:
         """Whether the announced page is the one our own token ids ask for, with the right number of rows."""
-        if announce.index >= len(self.keys) or self.keys[announce.index] != announce.content_key:
+        keys, size = self.source_keys, self.origin.page_size
+        if announce.index >= len(keys) or keys[announce.index] != announce.content_key:
             return False
-        return announce.valid_rows == min(self.page_size, self.rows - announce.index * self.page_size)
+        return announce.valid_rows == min(size, self.rows - announce.index * size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +89,10 @@ def reserve(
     Reserves the prompt and `growth_tokens` of completion, and leaves the prefill floor free. kept: pages to
     take over from a lower key of the same request; they pass to the new holder.
     """
+    try:
+        origin = _origin(ctx, call)
+    except Incompatible as problem:
+        return _refuse(call, Refusal.INCOMPATIBLE, problem.message)
     num_tokens = len(call.token_ids)
     longest = _longest(ctx, call)
     if num_tokens > ctx.max_context or ctx.num_pages(longest) > pages.num_usable:
@@ -85,10 +105,11 @@ def reserve(
     holder = Holder(HolderKind.REQUEST, seq_id)
     usable = full[: (num_tokens - 1) // ctx.page_size] if call.use_prefix_cache else ()
     hits = pages.match_and_hold(usable, holder)
+    keys = _with_tail(ctx, call, full, salt)
     made = Reservation(
         mode=HandoverMode.DISAGGREGATED, pages=hits, num_pages=ctx.num_pages(num_tokens), hit_pages=len(hits),
-        full_keys=full, keys=_with_tail(ctx, call, full, salt), salt=salt, rows=num_tokens,
-        page_size=ctx.page_size,
+        full_keys=full, keys=keys, salt=salt, rows=num_tokens, page_size=ctx.page_size, origin=origin,
+        source_keys=_source_keys(ctx, call, origin, keys, salt),
     )  # fmt: skip
     old = kept.usable(pages, len(hits)) if kept is not None else {}
     if kept is not None:
@@ -152,6 +173,24 @@ def _with_tail(ctx: RoleContext, call: Reserve, full: tuple[bytes, ...], salt: b
         *full,
         tail_key(call.token_ids, ctx.page_size, salt=salt, model=ctx.model, numerics=ctx.numerics),
     )
+
+
+def _origin(ctx: RoleContext, call: Reserve) -> Origin:
+    """What pages the call's prefill worker has. Raises Incompatible."""
+    peer = call.prefill
+    if peer is None or peer.layout in ("", ctx.layout):
+        return same(ctx.page_size, ctx.num_ranks)
+    return bridged(peer.layout, ctx.layout)
+
+
+def _source_keys(
+    ctx: RoleContext, call: Reserve, origin: Origin, keys: tuple[bytes, ...], salt: bytes
+) -> tuple[bytes, ...]:
+    """The content keys that the prefill worker has to announce: of its page size and its numerics."""
+    numerics = (call.prefill.numerics if call.prefill is not None else "") or ctx.numerics
+    if (origin.page_size, numerics) == (ctx.page_size, ctx.numerics):
+        return keys
+    return page_keys(call.token_ids, origin.page_size, salt=salt, model=ctx.model, numerics=numerics)
 
 
 def _mode(ctx: RoleContext, call: Reserve, uncached: int) -> HandoverMode:

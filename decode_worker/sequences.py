@@ -77,9 +77,9 @@ class Sequences:
         return self._pages.generation(page) == generation and self._pages.state(page) in _SEALABLE
 
     def prefill(self, entry: Entry, verified_pages: int) -> None:
-        """Computes the prompt here, after its first `verified_pages` pages."""
+        """Computes the prompt here, after its first `verified_pages` pages, as prefill counts them."""
         tokens = entry.call.token_ids
-        done = min(verified_pages * self._ctx.page_size, len(tokens) - 1)
+        done = min(entry.spread.known_pages(verified_pages) * self._ctx.page_size, len(tokens) - 1)
         entry.computing.begin(done)
         shared = max(entry.held.hit_pages, done // self._ctx.page_size)  # not the page of the next row
         self._publish(entry, shared)

@@ -35,9 +35,7 @@ class DecodeDriver(decode_pb2_grpc.DecodeServiceServicer):
     def __init__(self, port: WorkerPort) -> None:
         parts = port.parts
         self._port = port
-        self.role = DecodeRole(
-            parts.context, parts.pages, parts.scheduler, page_bytes=parts.layout.page_bytes
-        )
+        self.role = DecodeRole(parts.context, parts.pages, parts.scheduler, page_bytes=parts.page_bytes)
         self._calls: dict[Key, list[asyncio.Queue[Event]]] = {}
         self._asking: asyncio.Queue[Event] | None = None  # whose Reserve the core looks at just now
         self._reads = Reads(port, self.role)

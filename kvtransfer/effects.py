@@ -55,10 +55,28 @@ class Dial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Relay:
+    """What becomes of a page of another layout: it is read into memory of its own, and once it is verified
+    its rows go to these pages of ours, on all ranks.
+
+    layout: the source's, as text. span_page: which page of its span it is. num_tokens: of the prompt in that
+    span. targets: (page of the span, our page), those that it has rows of. held: pages of the span, by our
+    size, that are there already and must not be written.
+    """
+
+    layout: str
+    span_page: int
+    num_tokens: int
+    targets: tuple[tuple[int, int], ...]
+    held: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartRead:
     """Pull one page of the peer's pool into `target_page` of ours, then report ReadDone(read_id).
 
-    rank: whose part of the page it is; digest: of that part.
+    rank: whose part of the page it is; digest: of that part. num_ranks: of the peer. relay: the page is of
+    another layout; then `target_page` is the first of the pages that it goes to.
     """
 
     read_id: int
@@ -71,6 +89,8 @@ class StartRead:
     digest: bytes
     target_page: int
     rank: int = 0
+    num_ranks: int = 1
+    relay: Relay | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

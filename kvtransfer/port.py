@@ -23,6 +23,9 @@ from pdserve.sched.scheduler import StepScheduler
 from pdserve.tls import TlsSource
 from pdserve.types import PeerRef
 
+BETWEEN_RANKS = ";"
+"""Between the endpoints of several ranks in a PeerRef."""
+
 E = TypeVar("E", bound=Effect)
 Input = Callable[[float], list[Effect]]
 AfterStep = Callable[[StepPlan, StepResult], Input]
@@ -30,11 +33,13 @@ AfterStep = Callable[[StepPlan, StepResult], Input]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """The parts of a worker that all its roles share. Pages and scheduler belong to the control thread."""
+    """The parts of a worker that all its roles share. Pages and scheduler belong to the control thread.
+
+    pools: of every rank, by rank, with the same page ids; all are mapped here. layout, pool: rank 0's.
+    """
 
     context: RoleContext
-    layout: PageLayout
-    pool: KVPool
+    pools: tuple[KVPool, ...]
     pages: PageManager
     scheduler: StepScheduler
     transports: tuple[str, ...]
@@ -42,6 +47,21 @@ class WorkerParts:
     host_id: str
     run_dir: str
     tls: TlsSource | None = None
+
+    @property
+    def pool(self) -> KVPool:
+        """Our own pool, rank 0's."""
+        return self.pools[0]
+
+    @property
+    def layout(self) -> PageLayout:
+        """How its pages are laid out."""
+        return self.pools[0].layout
+
+    @property
+    def page_bytes(self) -> int:
+        """Payload of a page, over all ranks."""
+        return sum(pool.layout.page_bytes for pool in self.pools)
 
 
 class WorkerPort(Protocol):
@@ -105,10 +125,16 @@ class RoleDriver(Protocol):
         ...
 
 
-def pick_transport(ours: tuple[str, ...], host_id: str, peer: PeerRef) -> tuple[str, str] | None:
-    """(name, endpoint) of the first of our transports that the peer offers and that can reach it, or None."""
+def pick_transport(
+    ours: tuple[str, ...], host_id: str, peer: PeerRef, *, rank: int = 0, num_ranks: int = 1
+) -> tuple[str, str] | None:
+    """(name, endpoint) of the first of our transports that the peer offers and that can reach it, or None.
+
+    rank, num_ranks: whose end it is, where the peer has several ranks.
+    """
     offered = {"shm": peer.shm if peer.host_id == host_id else "", "tcp": peer.tcp, "nixl": peer.nixl}
     for name in ours:
-        if offered.get(name):
-            return name, offered[name]
+        if ends := offered.get(name):
+            found = ends.split(BETWEEN_RANKS) if num_ranks > 1 else [ends]
+            return (name, found[rank]) if len(found) == num_ranks else None
     return None

@@ -92,6 +92,7 @@ class CapabilityRecord:
     layout: fingerprint of the page layout. numerics: how pages are computed (dtype, kernels, threads).
     model, tokenizer: hex digests. transports: names in order of preference. codecs: how page bytes may be
     encoded on the way ("raw": as they lie in the pool). protocol: (lowest, highest) page protocol spoken.
+    pages: the layout in full (`kvtransfer.plan.record`); empty where it can not be described.
     """
 
     layout: str
@@ -104,6 +105,7 @@ class CapabilityRecord:
     transports: tuple[str, ...]
     protocol: tuple[int, int] = (1, 1)
     codecs: tuple[str, ...] = ("raw",)
+    pages: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +113,9 @@ class PeerRef:
     """How to reach a worker: control is host:port of gRPC, tcp that of the data plane; shm a Unix socket;
     nixl host:port#fingerprint of the memory it offers.
 
-    shm, tcp and nixl are empty where the worker does not offer that transport.
+    shm, tcp and nixl are empty where the worker does not offer that transport; a worker of several ranks has
+    an end for each, in order, with ";" between. layout, numerics: how its pages are cut (CapabilityRecord's
+    `pages`) and computed; empty: as the reader's own.
     """
 
     worker_id: str
@@ -121,6 +125,8 @@ class PeerRef:
     shm: str = ""
     tcp: str = ""
     nixl: str = ""
+    layout: str = ""
+    numerics: str = ""
 
 
 class UsedState(StrEnum):

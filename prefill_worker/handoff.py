@@ -1,67 +1,64 @@
-"""The prefill worker's end of the data plane: page servers on our pool, I/O pins, page digests.
+"""The prefill worker's end of the data plane: page servers on the pools of all ranks, page digests.
 
-What lives here: threads that read page bytes. What does not: who may have which page (`prefill_worker.loop`).
+What lives here: threads that read page bytes. What does not: one rank's pool as its server sees it
+(`prefill_worker.sources`), who may have which page (`prefill_worker.loop`).
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
-from kvtransfer.digest import page_digest
 from kvtransfer.effects import ComputeDigest, Effect
-from kvtransfer.port import Input, WorkerPort
-from kvtransfer.transport import PageServer, PoolFacts, ServerConfig, transport
-from kvtransfer.verdict import is_stale
+from kvtransfer.port import BETWEEN_RANKS, Input, WorkerPort
+from kvtransfer.transport import PageServer, ServerConfig, transport
 from pdserve import failpoints
-from pdserve.kvcache.allocator import Holder, HolderKind
 from pdserve.sched.plan import StepPlan, StepResult
-from pdserve.types import Key
 from prefill_worker.digests import last_pages
 from prefill_worker.loop import PrefillRole
+from prefill_worker.sources import Guard, RankSource
 
 _BATCH = 8
 """Pages digested between two words to the control thread: a turn of that costs as much as some digests."""
 
 
 class Handoff:
-    """Serves our pool's pages and digests them. `PageSource` for the page servers: any thread may call it."""
+    """Serves the pages of our pools and digests them."""
 
     def __init__(self, port: WorkerPort, role: PrefillRole) -> None:
         self._port = port
         self._role = role
         parts = port.parts
-        self.facts = PoolFacts(
-            pool_id=parts.pages.allocator.pool_id,
-            layout=parts.layout.fingerprint(),
-            num_pages=parts.pages.num_pages,
-            page_bytes=parts.layout.page_bytes,
-            stride_bytes=parts.layout.stride_bytes,
-            fd=parts.pool.fd,
-        )
+        guard = Guard(port, role)
+        self._sources = [RankSource(rank, pool, guard) for rank, pool in enumerate(parts.pools)]
         self._digests = ThreadPoolExecutor(1, thread_name_prefix="digest")
         self._waiting: deque[ComputeDigest] = deque()
         self._digesting = False
-        self._servers: dict[str, PageServer] = {}
-        self._pinned: dict[str, int] = {}
+        self._servers: dict[str, list[PageServer]] = {}
 
     # -- control thread ---------------------------------------------------------------------------------
 
     def start(self) -> dict[str, str]:
-        """Starts a page server for each transport; returns their endpoints by name."""
+        """Starts a page server for each transport and rank; returns their endpoints by name, in order of
+        rank."""
         parts = self._port.parts
         directory = os.path.join(parts.run_dir, f"{parts.context.incarnation:016x}")
         for name in parts.transports:
             config = ServerConfig(directory=directory, host=parts.host, tls=parts.tls)
-            server = transport(name).server(self, config)
-            server.start()
-            self._servers[name] = server
-        return {name: server.endpoint() for name, server in self._servers.items()}
+            for source in self._sources:
+                server = transport(name).server(source, config)
+                server.start()
+                self._servers.setdefault(name, []).append(server)
+        return {
+            name: BETWEEN_RANKS.join(server.endpoint() for server in servers)
+            for name, servers in self._servers.items()
+        }
 
     def stop(self) -> None:
         """Closes the page servers; no thread touches the pool when it returns."""
-        for server in self._servers.values():
+        for server in itertools.chain.from_iterable(self._servers.values()):
             server.close()
         self._digests.shutdown(wait=True)
 
@@ -92,17 +89,9 @@ class Handoff:
         return self._digest_page(effect.page.page, effect.index, effect.valid_rows)
 
     def _digest_page(self, page: int, index: int, valid_rows: int) -> bytes:
+        """16 bytes for each rank's part, in order."""
         failpoints.stall("announce")
-        parts = self._port.parts
-        return page_digest(
-            parts.pool.page_view(page),
-            layout=self.facts.layout,
-            layer_first=0,
-            layer_last=parts.layout.num_layers - 1,
-            shard=0,
-            index=index,
-            valid_rows=valid_rows,
-        )
+        return b"".join(source.digest(page, index, valid_rows) for source in self._sources)
 
     # -- compute thread ---------------------------------------------------------------------------------
 
@@ -112,40 +101,3 @@ class Handoff:
         written = last_pages(plan, result, self._role.owns, self._port.parts.layout.page_size)
         found = [(page, index, self._digest_page(page, index, rows)) for page, index, rows in written]
         return lambda now: self._role.computed(found)
-
-    # -- PageSource: any thread -------------------------------------------------------------------------
-
-    def authorise(self, ticket: bytes, key: Key) -> bool:
-        """Whether this ticket is the granted one of a live key."""
-        now = self._port.loop.time()
-        with self._port.lock:
-            return self._role.authorise(ticket, key, now)
-
-    def payload(self, page: int) -> memoryview:
-        """The payload bytes of a page."""
-        return self._port.parts.pool.page_view(page)
-
-    def generation(self, page: int) -> int:
-        """The page's generation as the mapped header has it."""
-        return self._port.parts.pool.generation(page)
-
-    def pin(self, page: int, generation: int, key: Key, pin_id: str) -> bool:
-        """Holds a page of that generation that this key's transfer holds; one step under the core's lock."""
-        pages = self._port.parts.pages
-        transfer = Holder(HolderKind.TRANSFER, str(key))
-        with self._port.lock:
-            if is_stale(pages.generation(page), generation) or transfer not in pages.holders(page):
-                return False
-            pages.hold(page, Holder(HolderKind.IO, pin_id))
-            self._pinned[pin_id] = page
-        return True
-
-    def unpin(self, pin_id: str) -> None:
-        """Drops a pin, on the control thread, so that waiting work is planned with the page."""
-        self._port.feed_soon(lambda now: self._unpin(pin_id))
-
-    def _unpin(self, pin_id: str) -> list[Effect]:
-        page = self._pinned.pop(pin_id, None)
-        if page is not None:
-            self._port.parts.pages.drop(page, Holder(HolderKind.IO, pin_id))
-        return []

@@ -31,7 +31,8 @@ class TicketMint:
         """A ticket for one try. now: our clock; each expiry is on that worker's own clock."""
         until = now + remaining_s + self.lease_s
         num_rows = len(send.token_ids) - send.num_forced + sampling.max_tokens
-        page_size = decode.record.page_size
+        sides = [decode.record, *([prefill.record] if prefill is not None else [])]
+        page_size = min(record.page_size for record in sides)
         facts = TicketFacts(
             key=send.key,
             prefill_incarnation=0 if prefill is None else prefill.incarnation,

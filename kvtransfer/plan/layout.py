@@ -117,6 +117,18 @@ class ReplicaLayout:
         """Bytes of a page's payload."""
         return self.page_elems(rank) * self.dtype_bytes
 
+    def rank_pages(self, rank: int) -> PageLayout:
+        """A rank's pages as its pool has them."""
+        latent = any(part.of_all_heads for part in self.parts)
+        return PageLayout(
+            num_layers=len(self.stored),
+            num_kv_heads=len(self.heads(rank)),
+            head_dim=self.head_dim // (2 if latent else 1),
+            page_size=self.page_size,
+            dtype=self.dtype,
+            inner=self.inner,
+        )
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold so many tokens."""
         return -(-num_tokens // self.page_size)

@@ -1,17 +1,25 @@
 """Which workers may exchange pages, and by what way.
 
-What lives here: equal layouts are copied as they are, anything else is refused in words. What does not:
-whether two layouts could be bridged (`relayout.bridge_problem`), choosing workers by load (`router.policy`).
+What lives here: equal layouts are copied as they are, others re-laid where they can be, and anything else is
+refused in words. What does not: how layouts are bridged (`relayout`), choosing workers by load
+(`router.policy`).
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from typing import Literal
 
+from kvtransfer.plan.record import parse_layout
+from kvtransfer.plan.relayout import bridge_problem
+from pdserve.errors import Incompatible
 from pdserve.types import CapabilityRecord
 
 Mixing = Literal["strict", "relaxed"]
 SAME_HOST_ONLY = frozenset({"shm"})
+AS_THEY_ARE = frozenset({"nixl"})
+"""Transports that do not bring pages of another layout: they read into registered memory, the pool."""
 
 
 def pairing_problem(
@@ -41,6 +49,8 @@ def pairing_problem(
             "bring both to one release."
         )
     if common_transport(prefill, decode, same_host=same_host) is None:
+        if needs_bridge(prefill, decode) and "nixl" in set(prefill.transports) & set(decode.transports):
+            return "pages of different layouts move by shm or tcp only; enable one of them on both."
         apart = "" if same_host else " between two machines"
         return (
             f"prefill offers transports {_names(prefill.transports)} and decode {_names(decode.transports)}; "
@@ -51,7 +61,10 @@ def pairing_problem(
 
 def common_transport(prefill: CapabilityRecord, decode: CapabilityRecord, *, same_host: bool) -> str | None:
     """The first transport in decode's order of preference that both have and that can reach, or None."""
+    bridge = needs_bridge(prefill, decode)
     for name in decode.transports:
+        if bridge and name in AS_THEY_ARE:
+            continue
         if name in prefill.transports and (same_host or name not in SAME_HOST_ONLY):
             return name
     return None
@@ -61,8 +74,22 @@ def _difference(prefill: CapabilityRecord, decode: CapabilityRecord) -> str | No
     checks = (
         ("loaded model", prefill.model[:12], decode.model[:12], prefill.model == decode.model),
         ("tokenizer", prefill.tokenizer[:12], decode.tokenizer[:12], prefill.tokenizer == decode.tokenizer),
-        ("page size in tokens", prefill.page_size, decode.page_size, prefill.page_size == decode.page_size),
         ("KV dtype", prefill.dtype, decode.dtype, prefill.dtype == decode.dtype),
+    )
+    return _first(checks) or _layout_problem(prefill, decode)
+
+
+def _first(checks: Iterable[tuple[str, object, object, bool]]) -> str | None:
+    for what, ours, theirs, same in checks:
+        if not same:
+            return f"the {what} differs: {ours} at prefill, {theirs} at decode."
+    return None
+
+
+def _layout_problem(prefill: CapabilityRecord, decode: CapabilityRecord) -> str | None:
+    """Why pages can not be taken as they are nor re-laid."""
+    checks = (
+        ("page size in tokens", prefill.page_size, decode.page_size, prefill.page_size == decode.page_size),
         ("page layout", prefill.layout[:12], decode.layout[:12], prefill.layout == decode.layout),
         (
             "page size in bytes",
@@ -71,10 +98,24 @@ def _difference(prefill: CapabilityRecord, decode: CapabilityRecord) -> str | No
             prefill.page_bytes == decode.page_bytes,
         ),
     )
-    for what, ours, theirs, same in checks:
-        if not same:
-            return f"the {what} differs: {ours} at prefill, {theirs} at decode."
-    return None
+    if not needs_bridge(prefill, decode):
+        return _first(checks)
+    if not prefill.pages or not decode.pages:
+        return _first(checks) or "one of the two page layouts can not be described; use equal layouts."
+    try:
+        return bridge_problem(_read(prefill.pages), _read(decode.pages))
+    except Incompatible as refused:
+        return refused.message
+
+
+def needs_bridge(prefill: CapabilityRecord, decode: CapabilityRecord) -> bool:
+    """Whether pages of these two are cut differently."""
+    if prefill.pages and decode.pages:
+        return prefill.pages != decode.pages
+    return (prefill.layout, prefill.page_size) != (decode.layout, decode.page_size)
+
+
+_read = functools.lru_cache(maxsize=64)(parse_layout)
 
 
 def _protocols_overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:

@@ -15,6 +15,7 @@ from pdserve.types import FinishReason, HandoverMode
 class Accepted:
     """The request was taken: pages are reserved, prefix hits held. Indices from hit_pages on are lacking,
     save those in `verified`, which came by wire for a lower key of this request (protocol.md §9, guard 3).
+    All counts are in pages of the prefill worker, which may be of another size than ours.
     """
 
     mode: HandoverMode
@@ -29,7 +30,8 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadEnded:
-    """The local transport reports that a rank's read ended; nothing touches its part of the page any more."""
+    """The local transport reports that a read of one part ended; it touches nothing any more. rank: which of
+    the parts that make the page."""
 
     index: int
     status: ReadStatus
@@ -108,7 +110,8 @@ class DSend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DRead:
-    """Pin the target page of this index and start to pull it; WrongPage if its content key differs."""
+    """Pin what this page's rows go to and start to pull it, every part; WrongPage if its content key
+    differs."""
 
     announce: Announce
 
@@ -127,7 +130,8 @@ class DRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DRunLocal:
-    """Submit the sequence to our own engine; the first `verified_pages` pages of the prompt are good."""
+    """Submit the sequence to our own engine; the first `verified_pages` pages of the prompt (as prefill
+    counts them) are good."""
 
     verified_pages: int
 

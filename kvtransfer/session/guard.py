@@ -20,7 +20,8 @@ class RoleContext:
     on. max_num_seqs: live requests at most. secret: the fleet's ticket key. decode_pace_s: see WorkerConfig.
     host_id: equal for workers that share a machine. credit_pages: pages that prefill may have announced
     beyond those that decode has verified. max_gap_s: a longer silence of our own ends this incarnation; 0: L.
-    num_ranks: of this replica (protocol.md §8); this is its leader.
+    num_ranks: of this replica (protocol.md §8); this is its leader. layout: how its pages are cut, as text
+    (`kvtransfer.plan.record`); empty where that can not be described.
     """
 
     worker_id: str
@@ -40,6 +41,7 @@ class RoleContext:
     credit_pages: int = 256
     max_gap_s: float = 0.0
     num_ranks: int = 1
+    layout: str = ""
 
     @property
     def gap_s(self) -> float:

@@ -14,7 +14,7 @@ from pdserve.config.worker import (
     DTYPES,
     KV_MIXING,
     MAX_TP,
-    NO_HANDOVER,
+    NO_NIXL,
     RANK_EXCHANGES,
     TRANSPORTS,
     WorkerConfig,
@@ -77,6 +77,12 @@ class ServeConfig:
         False, help="Results do not depend on what runs beside a request, bit for bit (slower)."
     )
     page_size: int = setting(16, help="Tokens in one KV page.", unit="tokens", minimum=1, maximum=1024)
+    prefill_page_size: int | None = setting(
+        None, help="The same for prefill workers. Auto: page_size.", unit="tokens", minimum=1, maximum=1024
+    )
+    decode_page_size: int | None = setting(
+        None, help="The same for decode workers. Auto: page_size.", unit="tokens", minimum=1, maximum=1024
+    )
     local_prefill_threshold: int = setting(
         0,
         help="A prompt with fewer uncached tokens than this is prefilled on the decode worker; 0: never.",
@@ -179,9 +185,8 @@ class ServeConfig:
             raise ConfigError("prefill: prefill and decode workers need each other; give both or neither")
         if not (self.prefill or self.aggregated):
             raise ConfigError("aggregated: no workers at all; give prefill and decode, or aggregated")
-        for name in ("prefill_tp", "decode_tp"):
-            if getattr(self, name) > 1:
-                raise ConfigError(f"{name}: {NO_HANDOVER}")
+        if self.transport == "nixl" and max(self.prefill_tp, self.decode_tp) > 1:
+            raise ConfigError(f"transport: {NO_NIXL}")
         if not (self.insecure or self.tls_ca or is_loopback(self.host)):
             raise ConfigError(
                 "host: an address beyond loopback needs TLS: give --tls-ca, --tls-cert and --tls-key, "
@@ -205,6 +210,10 @@ class ServeConfig:
             Role.AGGREGATED: self.aggregated_tp,
         }[role]
 
+    def _page_size(self, role: Role) -> int:
+        own = {Role.PREFILL: self.prefill_page_size, Role.DECODE: self.decode_page_size}
+        return own.get(role) or self.page_size
+
     def _experts(self, role: Role) -> str:
         """The file with the placement of a role's experts; the workers run elsewhere than we."""
         file = {
@@ -224,7 +233,7 @@ class ServeConfig:
             fleet_secret=secret,
             dtype=self.dtype,
             deterministic=self.deterministic,
-            page_size=self.page_size,
+            page_size=self._page_size(role),
             kv_memory_bytes=self.kv_memory,
             prefill_chunk_tokens=self.prefill_chunk_tokens,
             token_budget=self.token_budget or 2 * self.prefill_chunk_tokens,

@@ -16,10 +16,7 @@ TRANSPORTS = ("shm", "tcp", "nixl")
 KV_MIXING = ("strict", "relaxed")
 RANK_EXCHANGES = ("shm", "gloo")
 MAX_TP = 64
-NO_HANDOVER = (
-    "pages can not be handed over between workers of several ranks yet; "
-    "use 1, or aggregated workers with aggregated_tp"
-)
+NO_NIXL = "nixl moves pages of workers with one rank only; use shm or tcp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +111,8 @@ class WorkerConfig:
             raise ConfigError("token_budget: must be at least prefill_chunk_tokens")
         if self.expert_placement and self.tp == 1:
             raise ConfigError("expert_placement: a worker of one rank has all experts; give it more ranks")
-        if self.tp > 1 and self.role is not Role.AGGREGATED:
-            raise ConfigError(f"tp: {NO_HANDOVER}")
+        if self.tp > 1 and self.role is not Role.AGGREGATED and "nixl" in self.transports:
+            raise ConfigError(f"transports: {NO_NIXL}")
         if not self.transports:
             raise ConfigError("transports: name at least one")
 

@@ -11,6 +11,7 @@ import hashlib
 from dataclasses import dataclass
 
 PAGE_ALIGN_BYTES = 4096
+_RANK_STEP = 0x9E3779B97F4A7C15  # odd, so that ids of one replica differ
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -24,6 +25,11 @@ def kv_bytes(
 ) -> int:
     """The field's formula: bytes of keys and values of `batch` sequences of `length` tokens each."""
     return batch * num_layers * num_kv_heads * head_dim * 2 * dtype_bytes * length
+
+
+def rank_pool_id(pool_id: int, rank: int) -> int:
+    """The id of a rank's pool, given that of rank 0's: an announced page names the latter for all ranks."""
+    return (pool_id + rank * _RANK_STEP) % 2**64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

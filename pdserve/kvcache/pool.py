@@ -126,10 +126,11 @@ class KVPool(_Mapping):
         return cls(fd, mapping, header, layout)
 
     @classmethod
-    def adopt(cls, fd: int, layout: PageLayout, pool_id: int) -> KVPool:
+    def adopt(cls, fd: int, layout: PageLayout, pool_id: int, *, as_id: int) -> KVPool:
         """Another process's shared pool, to read and write here too; from now on to nobody else.
 
-        fd: becomes this pool's. Raises Incompatible if there is another thing behind it.
+        fd: becomes this pool's. as_id: what it is called from now on. Raises Incompatible if there is another
+        thing behind it.
         """
         try:
             header = _foreign_header(fd, layout.fingerprint(), pool_id)
@@ -138,6 +139,8 @@ class KVPool(_Mapping):
             os.close(fd)
             raise Incompatible("the rank's page pool can not be mapped") from error
         _close_to_writers(fd)
+        header = PoolHeader.of(layout, header.num_pages, as_id)
+        mapping[: len(header.pack())] = header.pack()
         return cls(fd, mapping, header, layout)
 
     def pages_view(self) -> memoryview:

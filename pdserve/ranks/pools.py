@@ -48,6 +48,11 @@ class ReplicaPools:
         """Pages of every pool."""
         return self._pools[0].num_pages
 
+    @property
+    def by_rank(self) -> tuple[KVPool, ...]:
+        """The pools themselves."""
+        return self._pools
+
     def layout(self, rank: int) -> PageLayout:
         """How a rank's pages are laid out."""
         return self._pools[rank].layout

@@ -34,7 +34,7 @@ from pathlib import Path
 from kvtransfer.shm.server import private_directory
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, WorkerLost
-from pdserve.kvcache.layout import PageLayout
+from pdserve.kvcache.layout import PageLayout, rank_pool_id
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.loaded import LoadedModel
 from pdserve.parallel.group import TIMEOUT_S
@@ -110,7 +110,9 @@ class Replica:
         pool.prefault()
         pools = [pool]
         for rank, frame in self._ready(deadline).items():
-            pools.append(_adopted(frame, model, config, num_pages, layouts[rank]))
+            pools.append(
+                _adopted(frame, model, config, num_pages, layouts[rank], rank_pool_id(pool_id, rank))
+            )
         self._pools = ReplicaPools(pools)
         self._group = self._meet()
         return self._runner(model, pool, self._group), pool
@@ -224,9 +226,9 @@ class Replica:
 
 
 def _adopted(
-    frame: Frame, model: LoadedModel, config: WorkerConfig, num_pages: int, layout: PageLayout
+    frame: Frame, model: LoadedModel, config: WorkerConfig, num_pages: int, layout: PageLayout, pool_id: int
 ) -> KVPool:
-    """The rank's pool, if it loaded what we did."""
+    """The rank's pool, if it loaded what we did; from now on of that id."""
     told = json.loads(frame.body)
     numerics = joint_numerics(config)
     if frame.kind is not Kind.READY or frame.fd is None:
@@ -234,4 +236,4 @@ def _adopted(
     if (told["model"], told["numerics"], told["pages"]) != (model.digest, numerics, num_pages):
         os.close(frame.fd)
         raise ConfigError("the ranks of this replica loaded different models or kernels; start it again")
-    return KVPool.adopt(frame.fd, layout, int(told["pool"]))
+    return KVPool.adopt(frame.fd, layout, int(told["pool"]), as_id=pool_id)

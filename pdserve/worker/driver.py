@@ -187,8 +187,9 @@ class Driver:
         self._apply(lambda now: [e for make in found for e in make(now)] + core.step_done(result, now))
 
     def _set_generations(self, effect: SetGenerations) -> None:
-        for page, generation in effect.updates:
-            self.parts.pool.set_generation(page, generation)
+        for pool in self.parts.pools:
+            for page, generation in effect.updates:
+                pool.set_generation(page, generation)
 
     def _retire(self, effect: Retire) -> None:
         log.warning("this incarnation ends: %s", effect.reason)

@@ -10,16 +10,18 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvtransfer.plan import ReplicaLayout, layout_text
 from kvtransfer.port import WorkerParts
 from kvtransfer.session.guard import RoleContext
 from pdserve.config.worker import WorkerConfig
 from pdserve.engine.runner import ModelRunner, page_layout
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, Incompatible
 from pdserve.kvcache.layout import pages_for
 from pdserve.kvcache.manager import PageManager
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.loaded import LoadedModel
 from pdserve.models.loader import load_model
+from pdserve.parallel.shards import shards
 from pdserve.ranks.config import Launch
 from pdserve.ranks.replica import Replica
 from pdserve.sched.scheduler import SchedConfig, StepScheduler
@@ -67,8 +69,9 @@ class Engine:
             tokenizer=self.model.tokenizer.digest,
             dtype=layout.dtype,
             page_size=layout.page_size,
-            page_bytes=layout.page_bytes,
+            page_bytes=self.parts.page_bytes,
             transports=self.parts.transports,
+            pages=self.parts.context.layout,
         )
 
     def close(self) -> None:
@@ -110,8 +113,7 @@ def _build(config: WorkerConfig, run_dir: str, progress: Progress, replica: Repl
     pages = PageManager(pool.num_pages, pool.pool_id)
     parts = WorkerParts(
         context=_context(config, model, runner, limits),
-        layout=pool.layout,
-        pool=pool,
+        pools=(pool,) if replica is None else replica.pools.by_rank,
         pages=pages,
         scheduler=StepScheduler(_sched_config(config, model, runner), pages),
         transports=config.transports,
@@ -167,7 +169,19 @@ def _context(
         decode_pace_s=config.decode_pace_s,
         host_id=machine_id(),
         max_gap_s=max(config.lease_s, LEAST_GAP_S),
+        num_ranks=config.tp,
+        layout=_layout(config, model),
     )
+
+
+def _layout(config: WorkerConfig, model: LoadedModel) -> str:
+    """How our pages are cut over our ranks, as text; empty for pages that can only be taken as they are."""
+    whole = page_layout(model.config, page_size=config.page_size, dtype=config.dtype)
+    heads = [shard.kv_heads for shard in shards(model.config, config.tp)]
+    try:
+        return layout_text(ReplicaLayout.of(whole, heads))
+    except (ValueError, Incompatible):
+        return ""
 
 
 def _sched_config(config: WorkerConfig, model: LoadedModel, runner: ModelRunner) -> SchedConfig:

@@ -206,6 +206,8 @@ class Serving:
             shm=endpoints.get("shm", ""),
             tcp=endpoints.get("tcp", ""),
             nixl=endpoints.get("nixl", ""),
+            layout=parts.context.layout,
+            numerics=parts.context.numerics,
         )
         return WorkerRecord(
             peer=peer,

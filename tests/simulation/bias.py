@@ -44,7 +44,8 @@ class Bias:
     deadline that is soon over. sharing: share of the prompts that begin as an earlier one does.
     short_pause: how long one is, in leases. pace: steps take so many times 1 to 50 ms. both_roles: all
     workers do both, each prefills for the others too, from one pool. num_ranks: of every worker; 0: the
-    seed's. mask: layers that are off (LAYERS).
+    seed's. bridged: whether prefill workers have pages of another size; None: the seed's. mask: layers that
+    are off (LAYERS).
     """
 
     io_longer_than_lease: float = 0.0
@@ -63,4 +64,5 @@ class Bias:
     short_pause: tuple[float, float] = (0.05, 0.7)
     both_roles: bool = False
     num_ranks: int = 0
+    bridged: bool | None = None
     mask: frozenset[str] = frozenset()

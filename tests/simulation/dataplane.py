@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtransfer import verdict
-from kvtransfer.effects import StartRead
+from kvtransfer.effects import Relay, StartRead
 from kvtransfer.transport import ReadStatus
 from pdserve.kvcache.allocator import Holder, HolderKind
 from tests.simulation.bias import LEASE_S, STALL_S
@@ -30,12 +30,25 @@ class Memory:
         self.page_size, self.pool_id = page_size, pool_id
 
     def digest(self, page: int, index: int, valid_rows: int, rank: int, num_ranks: int) -> bytes:
-        """16 bytes over what a rank's part of a page is, and its rows. Rank r has rows r, r + n, …"""
-        first = hash((index, valid_rows, *self.rows[page][rank::num_ranks]))
-        return first.to_bytes(8, "big", signed=True) * 2
+        """See `digest`."""
+        return digest(self.rows[page], index, valid_rows, rank, num_ranks)
 
     def copy(self, page: int, source: list[int], first: int, end: int, step: int) -> None:
         self.rows[page][first:end:step] = source[first:end:step]
+
+    def lay(self, relay: Relay, source: list[int], rank: int, num_ranks: int) -> None:
+        """A rank's rows of a page of another size go where they belong, save those that are there already."""
+        pages = dict(relay.targets)
+        for row in range(rank, len(source), num_ranks):
+            at = relay.span_page * len(source) + row
+            if at < relay.num_tokens and at // self.page_size not in relay.held:
+                self.rows[pages[at // self.page_size]][at % self.page_size] = source[row]
+
+
+def digest(rows: list[int], index: int, valid_rows: int, rank: int, num_ranks: int) -> bytes:
+    """16 bytes over what a rank's part of a page is, and its rows. Rank r has rows r, r + n, …"""
+    first = hash((index, valid_rows, *rows[rank::num_ranks]))
+    return first.to_bytes(8, "big", signed=True) * 2
 
 
 class Read:
@@ -50,8 +63,10 @@ class Read:
         whole = reader.read_duration(effect)
         self.queued = min(whole, STALL_S) * reader.world.rng.random()  # behind other pages
         self.duration = whole - self.queued
-        self.half = reader.memory.page_size // 2
-        self.num_ranks = reader.context.num_ranks
+        size = source.memory.page_size if source is not None else 0
+        self.half = size // 2
+        self.num_ranks = effect.num_ranks
+        self.staged = [0] * size if effect.relay is not None else None
 
     def start(self) -> None:
         wait = 0.0001 + self.queued
@@ -103,16 +118,23 @@ class Read:
     def _put(self, rows: list[int], start: int, end: int) -> None:
         """Bytes of this rank's part arrive in the target."""
         first = start + (self.effect.rank - start) % self.num_ranks
-        self.reader.memory.copy(self.effect.target_page, rows, first, end, self.num_ranks)
+        if self.staged is not None:
+            self.staged[first : end : self.num_ranks] = rows[first : end : self.num_ranks]
+        else:
+            self.reader.memory.copy(self.effect.target_page, rows, first, end, self.num_ranks)
 
     def _put_rest(self, rows: list[int]) -> None:
         """The last of them, as they are or struck on the way."""
         assert self.source is not None
-        memory, target, rank = self.reader.memory, self.effect.target_page, self.effect.rank
-        self._put(rows, self.half, memory.page_size)
+        rank, target = self.effect.rank, self._target()
+        self._put(rows, self.half, len(target))
         if self.reader.fleet.corrupts(self.reader.name, self.source.name):
             self.struck = "corrupt_wire"
-            memory.rows[target][rank] = -memory.rows[target][rank] - 1
+            target[rank] = -target[rank] - 1
+
+    def _target(self) -> list[int]:
+        """Where its bytes arrive: our page, or memory of its own if that is of another size."""
+        return self.reader.memory.rows[self.effect.target_page] if self.staged is None else self.staged
 
     def _second_half(self) -> None:
         assert self.source is not None
@@ -126,10 +148,11 @@ class Read:
             self.finish(ReadStatus.STALE)
 
     def _verify(self) -> None:
-        effect, memory = self.effect, self.reader.memory
-        place = effect.target_page, effect.index, effect.valid_rows, effect.rank, self.num_ranks
-        got = memory.digest(*place)
+        effect = self.effect
+        got = digest(self._target(), effect.index, effect.valid_rows, effect.rank, self.num_ranks)
         intact = self.reader.world.masked("digest") or verdict.is_intact(got, effect.digest)
+        if intact and effect.relay is not None:
+            self.reader.memory.lay(effect.relay, self._target(), effect.rank, self.num_ranks)
         self.finish(verdict.verdict(stale=False, intact=intact), got)
 
     # -- tcp ------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ goes wrong and when (`faults`), what must hold (`invariants`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pdserve.messages import Envelope
@@ -66,7 +66,7 @@ class Fleet:
         common: dict[str, Any] = {
             "page_size": page_size, "chunk_tokens": page_size * (1 if tight else rng.choice((1, 2, 4))),
             "max_num_seqs": 8 if tight else rng.choice((3, 8)), "local_threshold": rng.choice((0, 0, 6)),
-            "credit_pages": rng.choice((1, 2, 3, 256)),
+            "credit_pages": rng.choice((1, 2, 3, 256)), "num_ranks": self.num_ranks,
         }  # fmt: skip
         rows = rng.randint(72, 90 if bias.reuse_at_once or tight else 180)
         rows += 30 if bias.both_roles else 0
@@ -77,9 +77,23 @@ class Fleet:
         small = min(pages, -(-52 // page_size)) if tight and not bias.num_pages else pages
         sizes = {Role.PREFILL: small}
         return {
-            f"{role}-{i}": Shape(role=role, num_pages=sizes.get(role, pages), **common)
+            f"{role}-{i}": self._recut(Shape(role=role, num_pages=sizes.get(role, pages), **common))
             for i, role in enumerate(roles)
         }
+
+    def _recut(self, shape: Shape) -> Shape:
+        """In some fleets prefill workers have pages of another size, or ranks alone: pages are re-laid."""
+        seed, bias = self.world.seed, self.world.bias
+        bridged = bias.bridged if bias.bridged is not None else seed % 5 in (1, 3) and not bias.both_roles
+        if not bridged or shape.role is not Role.PREFILL:
+            return shape
+        size = {2: 4, 4: 8, 8: 2}[shape.page_size] if seed % 2 else {2: 8, 4: 2, 8: 4}[shape.page_size]
+        rows = shape.page_size * shape.num_pages
+        ranks = self.num_ranks if bias.num_ranks else 1 + seed // 5 % 2
+        return replace(
+            shape, page_size=size, num_pages=-(-rows // size), num_ranks=ranks,
+            chunk_tokens=max(shape.chunk_tokens, size),
+        )  # fmt: skip
 
     def _draw_clock(self) -> ProcessClock:
         rng = self.world.rng
@@ -165,12 +179,15 @@ class Fleet:
         shape = process.shape
         capability = CapabilityRecord(
             layout="l", numerics="n", model="m", tokenizer="t", dtype="float32", page_size=shape.page_size,
-            page_bytes=1, transports=("shm", "tcp"),
+            page_bytes=1, transports=("shm", "tcp"), pages=process.context.layout,
         )  # fmt: skip
         limits = ModelLimits(
             vocab_size=VOCAB, max_context=10_000, end_token_ids=(END_TOKEN,), bos_token_id=None
         )
-        peer = PeerRef(worker_id=process.name, incarnation=process.incarnation, control=process.name)
+        peer = PeerRef(
+            worker_id=process.name, incarnation=process.incarnation, control=process.name,
+            layout=process.context.layout,
+        )  # fmt: skip
         return WorkerRecord(
             peer=peer, role=shape.role, capability=capability, limits=limits, model_name="m",
             pool_pages=shape.num_pages, page_size=shape.page_size,

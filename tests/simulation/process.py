@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from decode_worker.loop import DecodeRole
 from kvtransfer import effects as fx
+from kvtransfer.plan import ReplicaLayout, layout_text
+from kvtransfer.plan.order import PLAIN
 from kvtransfer.session.guard import RoleContext
 from kvtransfer.transport import ReadStatus
-from pdserve.kvcache.layout import pages_for
+from pdserve.kvcache.layout import PageLayout, pages_for
 from pdserve.kvcache.manager import PageManager
 from pdserve.messages import Envelope
 from pdserve.sched.config import SchedConfig
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 LONGEST_ROWS = 40 + 12 + 24
 """The longest prompt and completion that a run asks for."""
+MAX_RANKS = 2
 SECRET = b"simulation-secret-of-32-bytes...."
 Effects = list[fx.Effect]
 Input = Callable[[float], Effects]
@@ -53,6 +56,16 @@ class Shape:
     max_num_seqs: int
     local_threshold: int
     credit_pages: int
+    num_ranks: int
+
+
+def layout(page_size: int, num_ranks: int) -> str:
+    """The text of a layout: of as many heads as ranks may be, so that each is read."""
+    heads = [range(MAX_RANKS)] if num_ranks == 1 else [range(rank, rank + 1) for rank in range(MAX_RANKS)]
+    pages = PageLayout(
+        num_layers=1, num_kv_heads=MAX_RANKS, head_dim=1, page_size=page_size, dtype="float32", inner=PLAIN
+    )
+    return layout_text(ReplicaLayout.of(pages, heads))
 
 
 class Process:
@@ -96,7 +109,8 @@ class Process:
             "max_context": rows, "model": "m", "numerics": "n", "secret": SECRET, "lease_s": LEASE_S,
             "local_prefill_threshold": shape.local_threshold, "growth_tokens": 8,
             "max_num_seqs": shape.max_num_seqs, "decode_pace_s": 0.02, "credit_pages": shape.credit_pages,
-            "floor_pages": min(floor, shape.num_pages // 2), "num_ranks": self.fleet.num_ranks,
+            "floor_pages": min(floor, shape.num_pages // 2), "num_ranks": shape.num_ranks,
+            "layout": layout(shape.page_size, shape.num_ranks),
         }  # fmt: skip
         known = {field.name for field in fields(RoleContext)}
         return RoleContext(**{name: value for name, value in facts.items() if name in known})

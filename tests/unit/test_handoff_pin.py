@@ -12,7 +12,7 @@ import pytest
 from pdserve.kvcache.allocator import Holder, HolderKind, PageState
 from pdserve.kvcache.manager import PageManager
 from pdserve.types import Key
-from prefill_worker.handoff import Handoff
+from prefill_worker.sources import Guard
 
 MINE, OTHER = Key(request_id="mine"), Key(request_id="other")
 
@@ -30,21 +30,17 @@ def pages() -> PageManager:
 
 
 @pytest.fixture
-def handoff(pages: PageManager) -> Handoff:
+def handoff(pages: PageManager) -> Guard:
     def feed_soon(make: Callable[[float], list[Any]]) -> None:
         assert make(0.0) == []
 
-    parts = SimpleNamespace(
-        pages=pages,
-        pool=SimpleNamespace(fd=-1),
-        layout=SimpleNamespace(fingerprint=lambda: "l", page_bytes=1, stride_bytes=1, num_layers=1),
-    )
+    parts = SimpleNamespace(pages=pages)
     port: Any = SimpleNamespace(parts=parts, lock=threading.Lock(), feed_soon=feed_soon)
     role: Any = None
-    return Handoff(port, role)
+    return Guard(port, role)
 
 
-def test_a_ticket_opens_the_pages_of_its_own_request_only(handoff: Handoff, pages: PageManager) -> None:
+def test_a_ticket_opens_the_pages_of_its_own_request_only(handoff: Guard, pages: PageManager) -> None:
     generation = pages.generation(0)
     assert handoff.pin(0, generation, MINE, "a")
     assert not handoff.pin(1, pages.generation(1), OTHER, "b")
@@ -52,7 +48,7 @@ def test_a_ticket_opens_the_pages_of_its_own_request_only(handoff: Handoff, page
     assert not handoff.pin(3, pages.generation(3), MINE, "d"), "a free page"
 
 
-def test_a_pinned_page_outlives_its_transfer_until_the_pin_goes(handoff: Handoff, pages: PageManager) -> None:
+def test_a_pinned_page_outlives_its_transfer_until_the_pin_goes(handoff: Guard, pages: PageManager) -> None:
     assert handoff.pin(0, pages.generation(0), MINE, "a")
     pages.drop(0, Holder(HolderKind.TRANSFER, str(MINE)))
     assert pages.state(0) is PageState.RETIRING

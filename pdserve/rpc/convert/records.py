@@ -45,6 +45,7 @@ def capability_to_pb(value: CapabilityRecord) -> pb.CapabilityRecord:
         protocol_min=value.protocol[0],
         protocol_max=value.protocol[1],
         codecs=value.codecs,
+        pages=value.pages,
     )
 
 
@@ -60,6 +61,7 @@ def capability_from_pb(message: pb.CapabilityRecord) -> CapabilityRecord:
         transports=tuple(message.transports),
         protocol=(message.protocol_min, message.protocol_max),
         codecs=tuple(message.codecs),
+        pages=message.pages,
     )
 
 

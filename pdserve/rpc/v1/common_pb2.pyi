@@ -252,6 +252,8 @@ class PeerRef(_message.Message):
     SHM_FIELD_NUMBER: _builtins.int
     TCP_FIELD_NUMBER: _builtins.int
     NIXL_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     control: _builtins.str
@@ -263,7 +265,12 @@ class PeerRef(_message.Message):
     tcp: _builtins.str
     """host:port of the tcp data plane; empty if not offered."""
     nixl: _builtins.str
-    """host:port#fingerprint of the nixl data plane's control connection; empty if not offered."""
+    """host:port#fingerprint of the nixl data plane's control connection; empty if not offered.
+    A worker of several ranks has one end for each: shm, tcp and nixl name them in order, with ";" between.
+    """
+    layout: _builtins.str
+    """How its pages are cut over its ranks (kvtransfer.plan.record), and how they are computed."""
+    numerics: _builtins.str
     def __init__(
         self,
         *,
@@ -274,10 +281,12 @@ class PeerRef(_message.Message):
         shm: _builtins.str = ...,
         tcp: _builtins.str = ...,
         nixl: _builtins.str = ...,
+        layout: _builtins.str = ...,
+        numerics: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control", b"control", "host_id", b"host_id", "incarnation", b"incarnation", "nixl", b"nixl", "shm", b"shm", "tcp", b"tcp", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control", b"control", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "nixl", b"nixl", "numerics", b"numerics", "shm", b"shm", "tcp", b"tcp", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -522,6 +531,7 @@ class CapabilityRecord(_message.Message):
     PROTOCOL_MIN_FIELD_NUMBER: _builtins.int
     PROTOCOL_MAX_FIELD_NUMBER: _builtins.int
     CODECS_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
     layout: _builtins.str
     numerics: _builtins.str
     model: _builtins.str
@@ -531,6 +541,8 @@ class CapabilityRecord(_message.Message):
     page_bytes: _builtins.int
     protocol_min: _builtins.int
     protocol_max: _builtins.int
+    pages: _builtins.str
+    """The layout in full, for workers whose layouts differ; empty where it can not be described."""
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -549,10 +561,11 @@ class CapabilityRecord(_message.Message):
         protocol_min: _builtins.int = ...,
         protocol_max: _builtins.int = ...,
         codecs: _abc.Iterable[_builtins.str] | None = ...,
+        pages: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codecs", b"codecs", "dtype", b"dtype", "layout", b"layout", "model", b"model", "numerics", b"numerics", "page_bytes", b"page_bytes", "page_size", b"page_size", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "tokenizer", b"tokenizer", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codecs", b"codecs", "dtype", b"dtype", "layout", b"layout", "model", b"model", "numerics", b"numerics", "page_bytes", b"page_bytes", "page_size", b"page_size", "pages", b"pages", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "tokenizer", b"tokenizer", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
