@@ -31,6 +31,7 @@ NAMES = frozenset(
         *("first_step", "return"),
         # The monotonic clock of this process: seconds that it is off, and by what share it runs fast.
         *("clock_offset", "clock_rate"),
+        "rank_silence",  # seconds after which a silent rank is lost, for machines that a test overloads
     }
 )
 """Every failpoint there is. Adding one: a name here, a `hit` at its place, a test that uses it."""

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 
+from pdserve import failpoints
 from pdserve.errors import WorkerLost
 from pdserve.ranks.config import RankConfig
 from pdserve.ranks.member import EXIT_LOST, serve_rank
@@ -14,6 +15,7 @@ from pdserve.ranks.member import EXIT_LOST, serve_rank
 def main() -> None:
     """Ends the process with the rank's status, at once: torch's threads have nothing to finish."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    failpoints.require_allowed()
     try:
         status = serve_rank(RankConfig.from_json(sys.stdin.read()))
     except WorkerLost:

@@ -17,6 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from pdserve import failpoints
+
 log = logging.getLogger(__name__)
 
 BEAT_S = 0.1
@@ -33,14 +35,15 @@ class Beats:
         peers: Mapping[int, socket.socket],
         on_lost: Callable[[str], None],
         *,
-        silent_s: float = SILENT_S,
+        silent_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """peers: connections by rank, used by this object alone from now on. on_lost: called once, on the
-        thread, with a reason in words."""
+        thread, with a reason in words. silent_s: None is SILENT_S."""
         self._peers = dict(peers)
         self._on_lost = on_lost
-        self._silent_s, self._clock = silent_s, clock
+        self._silent_s = silent_s or failpoints.setting("rank_silence") or SILENT_S
+        self._clock = clock
         self._heard = dict.fromkeys(peers, clock())
         self._armed = self._closed = False
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)

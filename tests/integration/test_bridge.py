@@ -1,9 +1,9 @@
 """Prefill and decode workers whose pages are cut differently hand over to each other: one device's tokens.
 
-Tensor parallelism 1 to 3, pages of 16 and 32 tokens, on either side; shm and tcp. Each worker is a process and
-so are its ranks; it is started once and paired with every other one. `make test` runs a model of the default
-one's widths and heads with fewer layers, and workers that cover every pair of ranks, every pair of page sizes
-and each transport; `make test-full` runs the whole product on the default model.
+Tensor parallelism 1 to 3, pages of 16 and 32 tokens, on either side; shm and tcp. Workers are processes, and
+so are their ranks; each is started once and paired with every other one. `make test` runs a model of the
+default one's widths and heads with fewer layers, and workers that cover every pair of ranks, every pair of
+page sizes and each transport; `make test-full` runs the whole product on the default model.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from tests.support.processes import WorkerProcess
 
 TRANSPORTS = ("shm", "tcp")
 SECRET = secrets.token_bytes(32)
+PATIENT = {"PDSERVE_TESTING": "1", "PDSERVE_FAILPOINTS": "rank_silence=set:30"}
+"""A dozen processes start on two cores: a rank that is silent meanwhile is not lost."""
 NEW_TOKENS = 8
 SHARED = 48
 """Of the prompts that follow, the tokens that decode has by then: not a whole number of pages of 32."""
@@ -50,7 +52,7 @@ def workers(role: Role, cuts: list[Cut], model: str) -> Iterator[list[WorkerProc
     with ExitStack() as stack:
         started = []
         for cut in cuts:
-            started.append(WorkerProcess(config(role, cut, model, SECRET)))
+            started.append(WorkerProcess(config(role, cut, model, SECRET), **PATIENT))
             stack.callback(started[-1].stop)
         yield [worker.wait() for worker in started]
 

@@ -24,9 +24,9 @@ _HEADER = struct.Struct("<8sQQQQQQ64s")  # see pdserve.kvcache.poolheader
 class WorkerProcess:
     """A worker in a process of its own. Its methods block."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        """Starts it; `wait` returns once it serves."""
-        environ = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
+    def __init__(self, config: WorkerConfig, **environ: str) -> None:
+        """Starts it; `wait` returns once it serves. environ: further variables of its environment."""
+        environ = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive", **environ}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.worker_process"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ, text=True,
