@@ -41,7 +41,8 @@ def pairing_problem(
     if mixing == "strict" and prefill.numerics != decode.numerics:
         return (
             f"prefill computes pages as {prefill.numerics} and decode as {decode.numerics}; "
-            "give both the same dtype, kernels and threads, or allow --kv-mixing relaxed."
+            "give both the same dtype, kernels and ranks (any number with --deterministic), "
+            "or allow --kv-mixing relaxed."
         )
     if not set(prefill.codecs) & set(decode.codecs):
         return (

@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-from kvtransfer.plan import common_transport, pairing_problem
+from kvtransfer.plan import ReplicaLayout, common_transport, layout_text, pairing_problem
+from pdserve.kvcache.layout import PageLayout
+from pdserve.parallel.shards import split
 from pdserve.types import CapabilityRecord
 
 RECORD = CapabilityRecord(
@@ -71,3 +73,42 @@ def test_a_router_gets_it_without_torch() -> None:
     imports = "import sys, kvtransfer.plan, kvtransfer.ticket"
     code = f"{imports}; sys.exit(bool({{'torch', 'socket'}} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def cut(page_size: int, ranks: int, **changes: object) -> CapabilityRecord:
+    """A worker with pages of that size over so many ranks."""
+    pages = PageLayout(
+        num_layers=2, num_kv_heads=4, head_dim=8, page_size=page_size, dtype="float32",
+        inner="k[s,h,d] v[s,h,d]",
+    )  # fmt: skip
+    layout = ReplicaLayout.of(pages, split(4, ranks))
+    record = dataclasses.replace(
+        RECORD, layout=layout.rank_pages(0).fingerprint(), page_size=page_size, pages=layout_text(layout),
+        page_bytes=sum(layout.page_bytes(rank) for rank in range(ranks)),
+    )  # fmt: skip
+    return dataclasses.replace(record, **changes)
+
+
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (16, 48), (16, 16)])
+@pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (2, 1), (3, 2), (4, 4)])
+def test_pages_that_are_cut_differently_fit(sizes: tuple[int, int], ranks: tuple[int, int]) -> None:
+    assert pairing_problem(cut(sizes[0], ranks[0]), cut(sizes[1], ranks[1]), "strict") is None
+
+
+def test_what_can_not_be_bridged_is_refused_in_words() -> None:
+    narrow = cut(16, 1).pages.replace('"head_dim":8', '"head_dim":4')
+    other = dataclasses.replace(RECORD, layout="dd" * 16, pages=narrow)
+    problem = pairing_problem(cut(16, 1), other, "strict")
+    assert problem == "the head dim differs: 8 at the source, 4 at the target."
+    assert "can not be read" in (pairing_problem(cut(16, 1), cut(32, 1, pages="{"), "strict") or "")
+    assert "page size in tokens differs" in (
+        pairing_problem(cut(16, 1), cut(32, 1, pages=""), "strict") or ""
+    )
+
+
+def test_other_pages_do_not_come_by_nixl() -> None:
+    ways = {"transports": ("nixl", "tcp")}
+    assert common_transport(cut(16, 1, **ways), cut(32, 1, **ways), same_host=True) == "tcp"
+    assert common_transport(cut(16, 1, **ways), cut(16, 1, **ways), same_host=True) == "nixl"
+    alone = {"transports": ("nixl",)}
+    assert "shm or tcp only" in (pairing_problem(cut(16, 1, **alone), cut(32, 1, **alone), "strict") or "")
