@@ -87,8 +87,8 @@ class DecodeSession:
     """State of one key on the decode side. lease_s is L; times are on the local monotonic clock.
 
     Pages are the prefill worker's: of its size. credit_pages: that may be announced beyond the verified ones.
-    num_ranks: parts of a page; it is verified, and a key quiet, when that is so of all of them. granted: credit
-    given so far. taken: pages that a lower key had verified. next_index: of the next token to emit.
+    num_ranks: parts of a page; it is verified, and a key quiet, when that is so of all of them. granted:
+    so far. taken: pages that a lower key had verified. next_index: of the next token to emit.
     """
 
     key: Key
