@@ -135,3 +135,19 @@ def until_two(address: str, before: dict[str, tuple[int, int]]) -> dict[str, tup
         if set(now) == set(before) and now != before:
             return now
         assert time.monotonic() < end, now
+
+
+def test_prefill_and_decode_of_other_ranks_and_page_sizes_hand_over(
+    model: Path, expected: dict[str, list[int]]
+) -> None:
+    flags = ("--prefill-tp", "2", "--decode-tp", "3", "--prefill-page-size", "32", "--decode-page-size", "16")
+    with up(model, *flags, "--lease-s", "30") as (process, address):
+        assert len(ranks_of(process)) == 3
+        with Client(address) as client:
+            assert client.get_status().pairing_problems == ()
+            for name, ids in PROMPTS.items():
+                made = client.generate(token_ids=ids, max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
+                result = made.result()
+                assert list(result.token_ids) == expected[name]
+                assert result.ledger.decode_computed_prompt_tokens == 0
+                assert result.ledger.transfer.pages == -(-len(ids) // 32)
