@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,11 +45,16 @@ class Wish:
 
 
 def ask(router: Router, worker: str) -> list[ExpertSnapshot]:
-    """Snapshots of live workers. Raises PdserveError; UnsupportedFeature where no worker has experts."""
+    """Snapshots of live workers; standard error says what became of their rebalances. Raises PdserveError;
+    UnsupportedFeature where no worker has experts."""
     with router.client() as client:
         reports = client.get_experts(worker)
     if not reports:
         raise UnsupportedFeature("The model that is served has no experts.")
+    for report in reports:
+        if report.rebalancing or report.last_rebalance:
+            state = "experts move now" if report.rebalancing else f"last rebalance {report.last_rebalance}"
+            print(f"{report.name}: {state}", file=sys.stderr)
     return [snapshot_from_json(dataclasses.asdict(report)) for report in reports]
 
 

@@ -46,8 +46,11 @@ LANES = 2
 """Copies at once: one leaves its source while another reaches its target."""
 WAVE_LAYERS = 1
 """Layers that are tried and installed with one step: what a step has to do for it stays a millisecond."""
-IDLE_STEPS = 3
-"""After so many steps without rows a canary gets rows of its own."""
+PATIENCE_STEPS = 8
+"""After so many steps a canary that has met no rows in all its layers gets rows of its own."""
+LEAST_TIMEOUT_S = 60.0
+LEAST_BYTES_PER_S = 5e6
+"""A wave that is slower than this, after the least time, has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +85,13 @@ class Rebalancing:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """table: with which all ranks were built. ranks: connections to ranks 1 and up, in order."""
-        config = RebalanceConfig(spare_slots=table.slots_per_rank, at_once=LANES, layers=WAVE_LAYERS)
+        wave_bytes = WAVE_LAYERS * table.num_slots * tender.block_bytes
+        config = RebalanceConfig(
+            spare_slots=table.slots_per_rank,
+            at_once=LANES,
+            layers=WAVE_LAYERS,
+            timeout_s=LEAST_TIMEOUT_S + wave_bytes / LEAST_BYTES_PER_S,
+        )
         self._rebalancer = Rebalancer(table, config)
         self._tender, self._ranks = tender, tuple(ranks)
         self._block_bytes, self._clock = tender.block_bytes, clock
@@ -94,7 +103,7 @@ class Rebalancing:
         self._last_trip = 0
         self._waiting: deque[Copy] = deque()
         self._judging = False
-        self._idle_steps = 0
+        self._judged_steps = 0
         self._table, self._version = table, 0
         self._status = RebalanceStatus(table=table)
 
@@ -125,14 +134,13 @@ class Rebalancing:
         if self._rebalancer.busy:
             self._feed(Tick())
             self._feed(StepBoundary())
-        if self._judging and self._idle_steps >= IDLE_STEPS:
-            self._idle_steps = 0
+        if self._judging and self._judged_steps == PATIENCE_STEPS:
             self._tell_all({"do": "probe"})
         self._flush()
 
-    def after_step(self, words: Sequence[Sequence[Word]], *, rows: bool) -> None:
-        """words: by rank, what came with the end of the step. rows: whether it computed any."""
-        self._idle_steps = 0 if rows else self._idle_steps + 1
+    def after_step(self, words: Sequence[Sequence[Word]]) -> None:
+        """words: by rank, what came with the end of the step."""
+        self._judged_steps += 1
         for of_rank in words:
             for word in of_rank:
                 self._hear(word)
@@ -155,7 +163,7 @@ class Rebalancing:
             case DropCopies(copies=copies):
                 self._drop(copies)
             case RunCanary(table=table, layers=layers, copies=copies):
-                self._judging, self._idle_steps = True, 0
+                self._judging, self._judged_steps = True, 0
                 new = [(copy.layer, copy.expert, copy.slot) for copy in copies]
                 self._tell_all({"do": "try", "tables": _tables(table, layers), "copies": new})
             case Install(coverage=coverage, copies=copies):

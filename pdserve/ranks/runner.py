@@ -80,7 +80,7 @@ class ParallelRunner(ModelRunner):
             words = [expect_done(receive(rank), serial) for rank in self._ranks]
             if self.rebalancing is not None and self._tender is not None:
                 told = [self._tender.words(), *(decode(of_rank) for of_rank in words)]
-                self.rebalancing.after_step(told, rows=bool(plan.seqs))
+                self.rebalancing.after_step(told)
         except Exception as error:
             log.exception("a step of several ranks failed")
             self._on_lost("a step failed on one of its ranks")
