@@ -215,9 +215,11 @@ def _shm() -> Transport:
 
 
 def _tcp() -> Transport:
+    from kvtransfer import mover
     from kvtransfer.tcp.reader import TcpPageReader
     from kvtransfer.tcp.server import TcpPageServer
 
+    mover.library()
     return Transport(server=TcpPageServer, reader=TcpPageReader)
 
 

@@ -3,105 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import os
 import select
 import socket
 import struct
-import threading
-from collections.abc import Iterator
-from contextlib import closing
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.digest import page_digest, page_header
-from kvtransfer.listener import Signal
-from kvtransfer.reads import Counters, Pending, ReadTable
 from kvtransfer.stream import FrameReceiver, PeerClosed
-from kvtransfer.tcp.pump import NUM_SLOTS, PagePump
-from kvtransfer.transport import ReadDone, ReaderConfig, ReadRequest, ReadStatus
+from kvtransfer.tcp.pump import NUM_SLOTS
 from kvtransfer.wire import HEADER, MAGIC, VERSION, Frame, Kind, WireError, pack
-from pdserve.types import Key, PageName
-
-EXTENT: dict[str, Any] = {"layout": "ab12", "layer_first": 1, "layer_last": 3, "shard": 2}
-ANSWERS = frozenset({Kind.PAGE, Kind.STALE, Kind.DENIED, Kind.DROPPED})
-KEY = Key(request_id="r")
-GUARD = 64
-WAIT_S = 20
-
-
-def config(page_bytes: int) -> ReaderConfig:
-    return ReaderConfig(endpoint="", pool_id=1, page_bytes=page_bytes, **EXTENT)
-
-
-class Bench:
-    """A pump at one end of a socket pair; its reads have the sequences from `first` on."""
-
-    def __init__(
-        self,
-        page_bytes: int,
-        num_reads: int,
-        *,
-        first: int = 1,
-        digests: bool = True,
-        pair: tuple[socket.socket, socket.socket] | None = None,
-    ) -> None:
-        self.here, self.there = pair or socket.socketpair()
-        self.here.setblocking(False)
-        self.page_bytes, self.first = page_bytes, first
-        self.wake, self.waits = Signal(), False
-        self.table = ReadTable(config(page_bytes), Counters())
-        self.done: list[ReadDone] = []
-        self.landed: list[tuple[int, int, bytes]] = []
-        self.pump = PagePump(
-            self.here, self.wake, expect=ANSWERS, page_bytes=page_bytes, may_wait=lambda: self.waits,
-            header=page_header(**EXTENT) if digests else None, landed=self.landed.extend,
-        )  # fmt: skip
-        self.memory = [bytearray(b"\xa5" * (page_bytes + 2 * GUARD)) for _ in range(num_reads)]
-        for number in range(num_reads):
-            self.table.add(self.request(number), self.done.append)
-        self.reads = self.table.ask(num_reads)
-        for number, pending in enumerate(self.reads):
-            pending.sequence = first + number
-        self.table.lend(self.reads, self.pump.lend, self.pump.call_off)
-
-    def request(self, number: int) -> ReadRequest:
-        target = memoryview(self.memory[number])[GUARD : GUARD + self.page_bytes]
-        return ReadRequest(
-            read_id=number, key=KEY, ticket=b"", source=PageName(pool_id=1, page=number, generation=1),
-            index=number, valid_rows=16, digest=b"", target=target,
-        )  # fmt: skip
-
-    def page(self, number: int, content: bytes) -> bytes:
-        """A whole frame with the page of a read."""
-        return pack(Kind.PAGE, sequence=self.first + number, payload_bytes=self.page_bytes) + content
-
-    def holds(self, number: int, content: bytes) -> bool:
-        """Whether a read's target holds just that, and its surroundings nothing."""
-        return bytes(self.memory[number]) == b"\xa5" * GUARD + content + b"\xa5" * GUARD
-
-    def untouched(self, number: int) -> bool:
-        return self.holds(number, b"\xa5" * self.page_bytes)
-
-    def close(self) -> None:
-        self.here.close()
-        self.there.close()
-        self.wake.close()
-
-
-def bench(page_bytes: int = 3000, num_reads: int = 3, **more: Any) -> closing[Bench]:
-    return closing(Bench(page_bytes, num_reads, **more))
-
-
-def contents(num: int, size: int) -> list[bytes]:
-    return [os.urandom(size) for _ in range(num)]
-
-
-def digest(content: bytes, index: int) -> bytes:
-    return page_digest(memoryview(content), index=index, valid_rows=16, **EXTENT)
-
+from tests.unit.pump_kit import ANSWERS, WAIT_S, bench, contents, digest
 
 # ---- what comes whole, however it is cut -------------------------------------------------------------
 
@@ -280,94 +193,3 @@ def test_a_reset_is_an_end_too() -> None:
         select.select([here], [], [], WAIT_S)
         with pytest.raises(PeerClosed):
             b.pump.pump()
-
-
-# ---- cancel ------------------------------------------------------------------------------------------
-
-
-def test_a_read_cancelled_at_every_byte_is_either_untouched_or_whole() -> None:
-    pages = contents(2, 200)
-    for at in range(2 * (HEADER.size + 200) + 1):
-        with bench(200, 2) as b:
-            data = b.page(0, pages[0]) + b.page(1, pages[1])
-            b.there.sendall(data[:at])
-            b.pump.pump()
-            off = b.table.cancel(1)
-            assert (off is None) == (at >= 2 * HEADER.size + 200), "begun, so it just ends"
-            b.there.sendall(data[at:])
-            b.pump.pump()
-            assert [found[0] for found in b.landed] == [1, 2]
-            assert bool(b.landed[1][1]) == (off is None)
-            assert b.holds(0, pages[0])
-            assert b.untouched(1) if off else b.holds(1, pages[1])
-
-
-def test_a_read_cancelled_before_it_is_lent_takes_nothing() -> None:
-    with bench(70_000, 2) as b:
-        (again,) = [b.reads[0]]
-        assert b.table.cancel(0) is again
-        again.sequence = 50
-        b.table.lend([again], b.pump.lend, b.pump.call_off)
-        b.there.sendall(pack(Kind.PAGE, sequence=50, payload_bytes=70_000) + b"x" * 70_000)
-        b.pump.pump()
-        assert b.landed == [(50, 0, b.landed[0][2])]
-        assert b.untouched(0)
-
-
-def test_cancels_race_with_pages_and_every_read_ends_once() -> None:
-    """One thread cancels while the pump takes: what was called off stays as it was, all others are whole."""
-    num, size = 400, 4096
-    pages = contents(num, size)
-    with bench(size, num) as b:
-        ended: list[Pending] = []
-        go = threading.Event()
-
-        def cancel() -> None:
-            go.wait(WAIT_S)
-            ended.extend(filter(None, map(b.table.cancel, range(0, num, 2))))
-
-        def send() -> None:
-            b.there.sendall(b"".join(b.page(number, pages[number]) for number in range(num)))
-
-        threads = [threading.Thread(target=cancel), threading.Thread(target=send)]
-        for thread in threads:
-            thread.start()
-        b.waits = True
-        while len(b.landed) < num:
-            b.pump.pump()
-            go.set()
-        for thread in threads:
-            thread.join()
-        b.table.verify_all([(b.reads[found[0] - 1], found[2]) for found in b.landed if found[1]])
-        assert [found[0] for found in b.landed] == [1 + number for number in range(num)]
-        called_off = {pending.request.read_id for pending in ended}
-        assert {found[0] - 1 for found in b.landed if not found[1]} == called_off
-        assert all(b.untouched(n) if n in called_off else b.holds(n, pages[n]) for n in range(num))
-        assert sorted(done.read_id for done in b.done) == list(range(num))
-        cancelled = {done.read_id for done in b.done if done.status is ReadStatus.FAILED}
-        assert cancelled == called_off
-
-
-# ---- waiting -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def waiting() -> Iterator[Bench]:
-    with bench(100, 2) as b:
-        b.waits = True
-        yield b
-
-
-def test_it_waits_for_more_only_for_a_while(waiting: Bench) -> None:
-    assert waiting.pump.pump() is None
-    waiting.there.sendall(waiting.page(0, bytes(100))[:50])
-    assert waiting.pump.pump() is None
-    assert waiting.pump.begun_at is not None
-    assert waiting.landed == []
-
-
-def test_a_signal_that_is_set_ends_the_wait_but_not_what_is_there(waiting: Bench) -> None:
-    waiting.wake.set()
-    waiting.there.sendall(waiting.page(0, bytes(100)))
-    assert waiting.pump.pump() is None
-    assert len(waiting.landed) == 1
