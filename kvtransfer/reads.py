@@ -23,6 +23,7 @@ from kvtransfer.transport import Done, ReadDone, ReaderConfig, ReadRequest, Read
 from kvtransfer.wire import sendable
 from pdserve import failpoints
 from pdserve.clock import monotonic
+from pdserve.types import Key
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,10 @@ class ReadTable:
         self._config, self._counters = config, counters
         self._digest = digester(digest_header(config))
         self.header = digest_header(config) if digester is PageDigester else None
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._num_waiters = 0
+        self._sendable: tuple[Key, bytes] | None = None
         self._by_id: dict[int, Pending] = {}
         self._waiting: deque[Pending] = deque()
         self._closed = False
@@ -103,14 +107,15 @@ class ReadTable:
         if target.readonly or not target.contiguous or target.nbytes != self._config.page_bytes:
             raise ValueError(f"the target must be {self._config.page_bytes} writable contiguous bytes")
         pending = Pending(request, done)
-        with self._changed:
+        with self._lock:
             if request.read_id in self._by_id:
                 raise ValueError(f"read {request.read_id} is pending already")
             self._by_id[request.read_id] = pending
             refusal = self._refusal(request)
             if not refusal:
                 self._waiting.append(pending)
-                self._changed.notify()
+                if self._num_waiters:
+                    self._changed.notify()
         if refusal:
             self.end(pending, ReadStatus.FAILED, detail=refusal)
 
@@ -120,11 +125,20 @@ class ReadTable:
         if request.source.pool_id != self._config.pool_id:
             return "wrong pool"
         in_range = 0 <= request.source.page < 2**64 and 0 <= request.source.generation < 2**64
-        return "" if in_range and sendable(request.key, request.ticket) else "unsendable"
+        return "" if in_range and self._can_send(request.key, request.ticket) else "unsendable"
+
+    def _can_send(self, key: Key, ticket: bytes) -> bool:
+        last = self._sendable
+        if last is not None and last[0] is key and last[1] is ticket:
+            return True
+        if not sendable(key, ticket):
+            return False
+        self._sendable = (key, ticket)
+        return True
 
     def peek(self) -> Pending | None:
         """The first waiting read, left where it is."""
-        with self._changed:
+        with self._lock:
             self._skip_ended()
             return self._waiting[0] if self._waiting else None
 
@@ -135,22 +149,24 @@ class ReadTable:
 
     def ask(self, limit: int) -> list[Pending]:
         """The first waiting reads of one request, now asked; at most `limit`, none if none waits."""
-        with self._changed:
+        with self._lock:
             return self._ask(limit)
 
     def wait_and_ask(self) -> Pending | None:
         """Waits for a read, which is now asked; None means the table was closed."""
-        with self._changed:
+        with self._lock:
             while not self._closed:
                 if asked := self._ask(1):
                     return asked[0]
+                self._num_waiters += 1
                 self._changed.wait()
+                self._num_waiters -= 1
             return None
 
     def begin_more(self, limit: int) -> list[Pending]:
         """The first waiting reads, at most `limit`, moving at once: for readers who ask nobody."""
         begun: list[Pending] = []
-        with self._changed:
+        with self._lock:
             while self._waiting and len(begun) < limit:
                 pending = self._waiting.popleft()
                 if pending.state is not State.ENDED:
@@ -178,7 +194,7 @@ class ReadTable:
 
     def begin(self, pending: Pending) -> bool:
         """An asked read is now moving; False if it was cancelled, and then its target must not be touched."""
-        with self._changed:
+        with self._lock:
             if pending.state is State.ENDED:
                 return False
             pending.state = State.MOVING
@@ -193,7 +209,7 @@ class ReadTable:
     ) -> None:
         """Lets compiled code begin these reads. take: called once, under the lock; some may be ENDED.
         call_off: see Pending."""
-        with self._changed:
+        with self._lock:
             take(asked)
             for pending in asked:
                 pending.call_off = call_off
@@ -205,7 +221,7 @@ class ReadTable:
 
     def cancel(self, read_id: int) -> Pending | None:
         """Ends a read that has not begun. Returns it if the peer was asked for it already."""
-        with self._changed:
+        with self._lock:
             pending = self._by_id.get(read_id)
             if pending is None or pending.state is State.MOVING:
                 return None
@@ -232,7 +248,7 @@ class ReadTable:
                 self.arrived(pending)
         for _ in found:
             failpoints.stall("verify")
-        with self._changed:
+        with self._lock:
             for pending, _ in found:
                 self._forget(pending)
         statuses = [
@@ -247,7 +263,7 @@ class ReadTable:
 
     def end(self, pending: Pending, status: ReadStatus, *, detail: str = "") -> None:
         """Ends a read and calls `done`; without effect on one that has ended."""
-        with self._changed:
+        with self._lock:
             if pending.state is State.ENDED:
                 return
             self._forget(pending)
@@ -255,7 +271,7 @@ class ReadTable:
 
     def end_all(self, detail: str) -> None:
         """Ends every read with FAILED. For the thread that moves bytes, when it moves none."""
-        with self._changed:
+        with self._lock:
             ended = list(self._by_id.values())
             for pending in ended:
                 self._forget(pending)
@@ -265,7 +281,7 @@ class ReadTable:
 
     def close(self) -> bool:
         """Takes no more reads and wakes a waiter. False if it was closed before."""
-        with self._changed:
+        with self._lock:
             was_open, self._closed = not self._closed, True
             self._changed.notify_all()
             return was_open

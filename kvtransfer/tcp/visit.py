@@ -26,6 +26,7 @@ _GREETINGS = frozenset({Kind.WELCOME, Kind.REFUSED})
 _ANSWERS = frozenset({Kind.PAGE, Kind.STALE, Kind.DENIED, Kind.DROPPED})
 _BATCH_BYTES = 65536
 _MAX_ASKED = NUM_SLOTS
+_FIRST_ASKED = 16  # by themselves, so that the source has work while the rest is packed
 _LOW_ASKED = 768  # with fewer on their way, more are asked for even while pages come
 
 
@@ -159,12 +160,11 @@ class Visit:
         return self._scratch
 
     def _ask(self) -> None:
-        if not self._sender.pump():
-            return
-        batch = self._cancels() + self._wishes()
-        if batch:
+        while self._sender.pump():
+            batch = self._cancels() + self._wishes()
+            if not batch:
+                return
             self._sender.load(batch)
-            self._sender.pump()
 
     def _cancels(self) -> bytes:
         frames = []
@@ -175,15 +175,14 @@ class Visit:
         return b"".join(frames)
 
     def _wishes(self) -> bytes:
+        left = min(self._room(), MAX_PAGES_PER_READ if self._awaited else _FIRST_ASKED)
         frames, size = [], 0
-        while size < _BATCH_BYTES and (room := self._room()):
-            batch = self._reads.ask(min(MAX_PAGES_PER_READ, room))
-            if not batch:
-                break
+        while left and size < _BATCH_BYTES and (batch := self._reads.ask(left)):
             if not self._awaited:
                 self._heard_at = time.monotonic()
             frames.append(_wish(batch).pack(self._sequence + 1))
             size += len(frames[-1])
+            left -= len(batch)
             for pending in batch:
                 self._sequence += 1
                 pending.sequence = self._sequence
