@@ -176,8 +176,11 @@ def theory(way: str, experts_TC: torch.Tensor, ranks: int) -> int:
     back = [sum(h == r != o for h, o in pairs) for r in range(ranks)]
     if way == "all-to-all":
         return (max(back) + (ranks - 1) * -(-tokens // ranks)) * row
-    there = [sum(o == r != h for h, o in pairs) for r in range(ranks)]
-    return max(b + t for b, t in zip(back, there, strict=True)) * row + (ranks - 1) * EXPERTS * 8
+    once = {(t, home[e]) for t, row in enumerate(experts_TC.tolist()) for e in row}
+    there = [sum(owner[t] == r != h for t, h in once) for r in range(ranks)]
+    told = (ranks - 1) * (EXPERTS + ranks) * 8
+    slots = 4 * experts_TC.shape[1]
+    return max(b * row + t * (row + slots) for b, t in zip(back, there, strict=True)) + told
 
 
 if __name__ == "__main__":

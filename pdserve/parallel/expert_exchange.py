@@ -12,7 +12,7 @@ the experts' products and their weighted sum (`pdserve.layers.moe`), the collect
 Per layer, n ranks, T tokens, C choices, even load, a rank receives (n - 1) / n times
     gather          C T rows
     all-to-all      C T / n rows of experts and T sums
-    there and back  2 C T / n rows
+    there and back  C T / n rows of experts, and of tokens not more than that or T: each goes to a rank once
 so that the all-to-all wins over the gather from n > C / (C - 1) ranks on, and sooner where load is uneven: a
 gather is as long as its fullest rank. It has one call more, so it must save LEAST_SAVING.
 
@@ -20,7 +20,8 @@ Nothing is added across ranks: a token's weighted sum is one rank's, in the toke
 Kernels such as DeepEP's fit as another `ExpertExchange`, as long as they bring rows and leave the sum to us.
 
 Legend: T tokens that lie on this rank, O those of which it gets the experts' rows, C choices per token,
-S slots of all ranks, R ranks, M rows of our slots, N rows that came back, E hidden size.
+S slots of all ranks, R ranks, U tokens that arrived, M rows of our slots, N rows that came back, E hidden
+size.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from pdserve.kernels.routing import SlotOrder, sort_by_slot
 from pdserve.parallel.group import Group
 from pdserve.parallel.shards import split
 
-LEAST_SAVING = 256 << 10
+LEAST_SAVING = 1 << 20
 """Bytes. Counting and a second call cost more than few bytes do: benchmarks/results/expert_exchange.json."""
 
 LEAST_IN_PLACE = 256 << 10
@@ -49,8 +50,8 @@ class Dispatched:
 
     offsets_S: int64 [our slots + 1], where each slot's rows begin. all_offsets_S: int64 [S + 1], the same
     over the rows of all ranks, wherever they are. order: of the choices of the tokens that lie here.
-    counts: where rows were sent, by rank of the token, then of the slot; arrived_M: where each row was among
-    those that arrived. slots_TC: as dispatched.
+    slots_TC: as dispatched. source_M: each row's rank, where rows were sent; counts: rows by the rank of
+    their slot, then of their token.
     """
 
     x_ME: torch.Tensor
@@ -59,7 +60,7 @@ class Dispatched:
     order: SlotOrder
     slots_TC: torch.Tensor
     counts: Sequence[Sequence[int]] = ()
-    arrived_M: torch.Tensor | None = None
+    source_M: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,32 +183,44 @@ class OwnedRows:
     group: Group
 
     def dispatch(self, x_TE: torch.Tensor, slots_TC: torch.Tensor) -> Dispatched:
-        """See ExpertExchange."""
+        """See ExpertExchange. A token goes once to each rank that has experts of it, with its slots beside
+        it."""
         order = sort_by_slot(slots_TC, self.slots[-1].stop)
-        sizes_RS = self.group.gather(order.offsets_S.diff())
-        per_rank = [sizes_RS[:, part.start : part.stop].sum(1) for part in self.slots]
-        counts = torch.stack(per_rank, dim=1).tolist()
-        arrived = self.group.all_to_all(x_TE.index_select(0, order.token_of_M), counts)
-        own = self.slots[self.group.rank]
-        ours_RS = sizes_RS[:, own.start : own.stop]
-        slot_M = torch.arange(len(own)).repeat(self.group.size).repeat_interleave(ours_RS.flatten())
-        arrived_M = torch.argsort(slot_M, stable=True)
+        token_U, counts_R = self._wanted(slots_TC)
+        told = self.group.gather(torch.cat([order.offsets_S.diff(), counts_R]))
+        sizes_RS, counts_RR = told[:, : -self.group.size], told[:, -self.group.size :]
+        packed = _packed(x_TE.index_select(0, token_U), slots_TC.index_select(0, token_U))
+        arrived = self.group.all_to_all(packed, counts_RR.tolist())
+        x_UE, slots_UC = _unpacked(arrived, x_TE)
+        own, rank = self.slots[self.group.rank], self.group.rank
+        ours_UC = (slots_UC >= own.start) & (slots_UC < own.stop)
+        here = sort_by_slot(torch.where(ours_UC, slots_UC - own.start, -1), len(own))
+        source_U = torch.arange(self.group.size).repeat_interleave(counts_RR[:, rank])
         return Dispatched(
-            x_ME=arrived.index_select(0, arrived_M),
-            offsets_S=_offsets(ours_RS.sum(0)),
+            x_ME=x_UE.index_select(0, here.token_of_M),
+            offsets_S=here.offsets_S,
             all_offsets_S=_offsets(sizes_RS.sum(0)),
             order=order,
             slots_TC=slots_TC,
-            counts=counts,
-            arrived_M=arrived_M,
+            counts=torch.stack([sizes_RS[:, part.start : part.stop].sum(1) for part in self.slots]).tolist(),
+            source_M=source_U[here.token_of_M],
         )
+
+    def _wanted(self, slots_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token of each row to send, in order of rank, then of token; rows by rank)."""
+        stops = torch.tensor([part.stop for part in self.slots])
+        rank_TC = torch.bucketize(slots_TC, stops, right=True)
+        wanted_TR = torch.zeros(len(slots_TC), self.group.size + 1, dtype=torch.bool)
+        wanted_TR.scatter_(1, torch.where(slots_TC < 0, self.group.size, rank_TC), True)
+        wanted_RT = wanted_TR[:, :-1].T
+        return wanted_RT.nonzero()[:, 1], wanted_RT.sum(1)
 
     def combine(self, rows_ME: torch.Tensor, sent: Dispatched) -> Returned:
         """See ExpertExchange."""
-        assert sent.arrived_M is not None
-        as_arrived_ME = torch.empty_like(rows_ME).index_copy_(0, sent.arrived_M, rows_ME)
-        back = [list(column) for column in zip(*sent.counts, strict=True)]
-        rows_NE = self.group.all_to_all(as_arrived_ME, back)
+        assert sent.source_M is not None
+        # To each rank in order of slot, then of its tokens: the very order of its choices.
+        by_source_M = torch.argsort(sent.source_M, stable=True)
+        rows_NE = self.group.all_to_all(rows_ME.index_select(0, by_source_M), sent.counts)
         return Returned(rows_NE=rows_NE, row_of_OC=sent.order.row_of_TC)
 
     def join(self, out_OE: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -231,6 +244,18 @@ def _padded(ours: torch.Tensor, most: int) -> torch.Tensor:
     padded = ours.new_zeros(most, *ours.shape[1:])
     padded[: len(ours)] = ours
     return padded
+
+
+def _packed(x_UE: torch.Tensor, slots_UC: torch.Tensor) -> torch.Tensor:
+    """Bytes of both, row by row."""
+    return torch.cat([x_UE.view(torch.uint8), slots_UC.to(torch.int32).view(torch.uint8)], dim=1)
+
+
+def _unpacked(packed: torch.Tensor, like_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, slots int64)."""
+    width = like_TE.shape[1] * like_TE.itemsize
+    x_UE, slots_UC = packed[:, :width].contiguous(), packed[:, width:].contiguous()
+    return x_UE.view(like_TE.dtype), slots_UC.view(torch.int32).long()
 
 
 def busiest(counts: Sequence[Sequence[int]]) -> int:

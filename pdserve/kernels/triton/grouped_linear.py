@@ -25,7 +25,7 @@ BLOCK_K = {torch.bfloat16: 64, torch.float32: 32}
 """The step of the sums; a multiple of it is not asked of K."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_tiles"])
 def _grouped_kernel(
     out, x, weights, offsets,
     num_groups, num_out, num_in, row_tiles,

@@ -66,7 +66,7 @@ def _halves(words):
     return low, high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "max_pages", "num_parts"])
 def _part_kernel(
     part_out, part_max, part_sum, q, kv, block_tables, context_lens,
     scale, window, page_stride, k_offset, v_offset, max_pages, num_heads, num_parts,
@@ -149,7 +149,7 @@ def _part_kernel(
     tl.store(part_sum + spot, total, mask=g < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _sum_kernel(
     out, part_out, part_max, part_sum, context_lens, num_heads, num_parts,
     DIM: tl.constexpr, PART: tl.constexpr,
