@@ -51,11 +51,24 @@ def alone(cases: list[list[Any]]) -> list[tuple[Any, np.ndarray]]:
     return [run_script(script_runner(load_model(m, dtype), deterministic=mode)) for m, dtype, mode in cases]
 
 
-@pytest.mark.parametrize(("size", "exchange"), [(2, "shm"), (4, "shm"), (3, "gloo")])
+@pytest.mark.parametrize(
+    ("size", "exchange", "steps"),
+    [
+        (2, "shm", "rank_cases:same_steps"),
+        (4, "shm", "exchange_cases:steps_all_to_all"),
+        (3, "gloo", "exchange_cases:steps_all_to_all"),
+    ],
+)
 def test_ranks_compute_the_bits_of_one_device(
-    size: int, exchange: str, cases: list[list[Any]], alone: list[tuple[Any, np.ndarray]], tmp_path: Path
+    size: int,
+    exchange: str,
+    steps: str,
+    cases: list[list[Any]],
+    alone: list[tuple[Any, np.ndarray]],
+    tmp_path: Path,
 ) -> None:
-    told = run_ranks(size, "tests.support.rank_cases:same_steps", tmp_path, exchange=exchange, cases=cases)
+    """Rows of these few tokens gathered, as they would be, and by all-to-all."""
+    told = run_ranks(size, f"tests.support.{steps}", tmp_path, exchange=exchange, cases=cases)
     for number, (tokens, logits) in enumerate(alone):
         assert np.load(tmp_path / f"logits-{number}.npy").tobytes() == logits.tobytes(), cases[number]
         assert told[0][number]["tokens"] == tokens

@@ -6,8 +6,10 @@ Legend: T tokens, X experts, C choices per token, E hidden size, F inner size, R
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -17,12 +19,13 @@ from pdserve.layers.mlp import GatedMLP
 from pdserve.layers.moe import ExpertLoad, ExpertMap, LocalExperts, MoE, SharedExpert
 from pdserve.layers.replicas import ReplicaMap
 from pdserve.layers.routers import DROPPED, Routing
+from pdserve.models import sharded
 from pdserve.models.sharded_experts import ExpertSplit, over_ranks
 from pdserve.parallel import expert_exchange
 from pdserve.parallel.expert_exchange import ExpertExchange, OwnedRows, SharedRows
 from pdserve.parallel.group import Group
 from pdserve.parallel.shards import split
-from tests.support.rank_cases import group_of
+from tests.support.rank_cases import group_of, same_steps
 
 ALWAYS, NEVER = -(1 << 60), 1 << 60
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -34,6 +37,12 @@ def all_to_all(rank: int, size: int, folder: Path, exchange: str, rounds: int) -
     slot = {"slot_bytes": 192} if exchange == "shm" else {}
     group = group_of(rank, size, folder, exchange, **slot)
     return {"rows": rows_change_ranks(group, rounds), "experts": experts_over_ranks(group)}
+
+
+def steps_all_to_all(rank: int, size: int, folder: Path, exchange: str, cases: list[list[Any]]) -> list[Any]:
+    """`rank_cases.same_steps` with experts' rows by all-to-all, however few they are."""
+    with patch.object(sharded, "SharedRows", partial(SharedRows, least_saving=ALWAYS)):
+        return same_steps(rank, size, folder, exchange, cases)
 
 
 def rows_change_ranks(group: Group, rounds: int) -> list[Any]:
