@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import replace
 
 from decode_worker.bridges import Bridges
@@ -35,9 +35,8 @@ class Reads:
         self._port = port
         self._role = role
         self._bridges = Bridges(port.parts.pools, port.parts.context.layout)
-        self._staging = Staging()
-        self._slots: dict[int, memoryview] = {}
-        self._waiting: deque[StartRead] = deque()  # for a slot
+        self._staging: dict[tuple[str, int], Staging] = {}
+        self._slots: dict[int, tuple[Staging, memoryview]] = {}
         self._readers: dict[tuple[str, int, int], tuple[str, PageReader]] = {}
         self._pending: dict[int, PageReader] = {}
         self._lock = threading.Lock()
@@ -54,17 +53,19 @@ class Reads:
             reader.close()
 
     def _start(self, effect: StartRead) -> None:
-        if effect.relay is not None and (self._waiting or not self._take_slot(effect)):
-            self._waiting.append(effect)
-            return
+        if effect.relay is not None:
+            staging = self._staging.setdefault(_name(effect.peer), Staging())
+            if staging.waiting or not self._take_slot(effect, staging):
+                staging.waiting.append(effect)
+                return
         self._read(effect)
 
-    def _take_slot(self, effect: StartRead) -> bool:
+    def _take_slot(self, effect: StartRead, staging: Staging) -> bool:
         assert effect.relay is not None
         layout = self._bridges.source_pages(effect.relay.layout, effect.rank)
-        slot = self._staging.take(layout.page_bytes)
+        slot = staging.take(layout.page_bytes)
         if slot is not None:
-            self._slots[effect.read_id] = slot
+            self._slots[effect.read_id] = staging, slot
         return slot is not None
 
     def _read(self, effect: StartRead) -> None:
@@ -76,7 +77,7 @@ class Reads:
             self._ended(ReadDone(read_id=effect.read_id, status=ReadStatus.FAILED), "")
             return
         name, reader = found
-        slot = self._slots.get(effect.read_id)
+        _, slot = self._slots.get(effect.read_id, (None, None))
         self._pending[effect.read_id] = reader
         request = ReadRequest(
             read_id=effect.read_id,
@@ -119,32 +120,36 @@ class Reads:
     def _finish_all(self, now: float) -> list[Effect]:
         with self._lock:
             ended, self._done = self._done, []
-        effects = [effect for done, name in ended for effect in self._finish(done, name, now)]
-        while self._waiting and self._take_slot(self._waiting[0]):
-            self._read(self._waiting.popleft())
-        return effects
+        return [effect for done, name in ended for effect in self._finish(done, name, now)]
 
     def _finish(self, done: ReadDone, name: str, now: float) -> list[Effect]:
         self._pending.pop(done.read_id, None)
-        slot = self._slots.pop(done.read_id, None)
-        if slot is not None:
-            self._staging.give(slot)
+        staging, slot = self._slots.pop(done.read_id, (None, None))
+        if staging is not None and slot is not None:
+            staging.give(slot)
+            self._read_waiting(staging)
         stamps = None
         if done.arrived_s is not None and done.verified_s is not None:
             stamps = (done.arrived_s, done.verified_s)
         return self._role.read_done(done.read_id, done.status, done.digest, name, now, stamps)
+
+    def _read_waiting(self, staging: Staging) -> None:
+        """A slot is free again."""
+        while staging.waiting and self._take_slot(staging.waiting[0], staging):
+            self._read(staging.waiting.popleft())
 
     def _cancel(self, effect: CancelRead) -> None:
         reader = self._pending.get(effect.read_id)
         if reader is not None:
             reader.cancel(effect.read_id)
             return
-        for waiting in self._waiting:
-            if waiting.read_id == effect.read_id:
-                self._waiting.remove(waiting)
-                done = ReadDone(read_id=effect.read_id, status=ReadStatus.FAILED, detail="cancelled")
-                self._ended(done, "")
-                return
+        for staging in self._staging.values():
+            for waiting in staging.waiting:
+                if waiting.read_id == effect.read_id:
+                    staging.waiting.remove(waiting)
+                    done = ReadDone(read_id=effect.read_id, status=ReadStatus.FAILED, detail="cancelled")
+                    self._ended(done, "")
+                    return
 
     def _reader(self, effect: StartRead, pool_id: int) -> tuple[str, PageReader] | None:
         """The reader of a peer's pool, made at first use. None if no transport reaches it."""
@@ -157,7 +162,7 @@ class Reads:
         if effect.relay is not None:
             ours = tuple(way for way in ours if way not in AS_THEY_ARE)
         way = pick_transport(ours, parts.host_id, peer, rank=effect.rank, num_ranks=effect.num_ranks)
-        if way is None or (peer.worker_id, peer.incarnation) in self._gone:
+        if way is None or _name(peer) in self._gone:
             return None
         try:
             reader = transport(way[0]).reader(self._config(effect, pool_id, way[1]))
@@ -201,11 +206,23 @@ class Reads:
             if earlier or spare:
                 del self._readers[name]
                 self._port.loop.run_in_executor(None, reader.close)
+        for gone in [name for name in self._staging if name in self._gone]:
+            self._let_go(gone)
         while len(self._gone) > MAX_GONE:
             self._gone.popitem(last=False)
 
     def forget(self, peer: PeerRef) -> None:
         """A peer is out of reach for good: its mapped pool is let go of."""
-        for name in [n for n in self._readers if n[:2] == (peer.worker_id, peer.incarnation)]:
+        for name in [n for n in self._readers if n[:2] == _name(peer)]:
             _, reader = self._readers.pop(name)
             self._port.loop.run_in_executor(None, reader.close)
+        self._let_go(_name(peer))
+
+    def _let_go(self, peer: tuple[str, int]) -> None:
+        """Its memory goes too, unless a read still uses it."""
+        if peer in self._staging and not self._staging[peer].busy:
+            del self._staging[peer]
+
+
+def _name(peer: PeerRef) -> tuple[str, int]:
+    return peer.worker_id, peer.incarnation

@@ -1,7 +1,7 @@
 """Memory for pages of another layout between their arrival and the re-laying of their rows.
 
-What lives here: slots of a page's size, kept for the next page, within a limit. What does not: who reads into
-them (`decode_worker.reads`), the copies (`kvtransfer.relay`).
+What lives here: slots of a page's size, kept for the next page, within a limit, and the reads that wait for
+one. What does not: who reads into them (`decode_worker.reads`), the copies (`kvtransfer.relay`).
 
     slot    the reader's from `take` on, written by it alone; once read ours: verified, re-laid, given back
 """
@@ -9,15 +9,20 @@ them (`decode_worker.reads`), the copies (`kvtransfer.relay`).
 from __future__ import annotations
 
 import mmap
+from collections import deque
 
-LIMIT_BYTES = 64 << 20
-"""Of pages in flight; a read beyond it waits for a slot, whatever was granted."""
+from kvtransfer.effects import StartRead
+
+LIMIT_BYTES = 32 << 20
+"""Of pages in flight from one peer; a read beyond it waits for a slot, whatever was granted. By peer, so that
+a slow one keeps nobody else waiting."""
 
 
 class Staging:
-    """Slots of one worker. Control thread only."""
+    """Slots for one peer's pages, and its reads that wait for one. Control thread only."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+        self.waiting: deque[StartRead] = deque()
         self._limit = limit_bytes
         self._free: dict[int, list[memoryview]] = {}
         self._spare_bytes = self._used_bytes = 0
@@ -26,6 +31,11 @@ class Staging:
     def used_bytes(self) -> int:
         """Bytes of the slots that are taken."""
         return self._used_bytes
+
+    @property
+    def busy(self) -> bool:
+        """Whether a read uses it or waits for it."""
+        return bool(self._used_bytes or self.waiting)
 
     def take(self, size_bytes: int) -> memoryview | None:
         """A slot of that size, writable; None if it would go over the limit. One slot is always to be had."""
