@@ -261,6 +261,25 @@ def no_floor(original: Any) -> Any:
     return lambda ctx, *args, **named: original(replace(ctx, floor_pages=0), *args, **named)
 
 
+def known_in_part(original: Any) -> Any:
+    """A page of ours counts when some of its rows are there."""
+
+    def known_pages(self: Any, verified: int) -> int:
+        rows = min(verified * self.origin.page_size, self.rows)
+        return max(original(self, verified), -(-rows // self.page_size))
+
+    return known_pages
+
+
+def one_pin(original: Any) -> Any:
+    """A page that goes to several of ours pins the first of them."""
+
+    def start(self: Any, entry: Any, announce: Any, part: int, peer: Any, pages: Any, *rest: Any) -> Any:
+        return original(self, entry, announce, part, peer, pages[:1], *rest)
+
+    return start
+
+
 def one_short(original: Any) -> Any:
     def ended(self: Any, event: Any) -> Any:
         last = original(self, event)

@@ -12,6 +12,7 @@ from decode_worker import loop as decode_loop
 from decode_worker import reserve
 from decode_worker.loop import DecodeRole
 from decode_worker.pulls import Pulls
+from decode_worker.spread import Spread
 from kvtransfer import verdict
 from kvtransfer.session import guard
 from kvtransfer.session.decode import DecodeSession, _Incoming
@@ -42,9 +43,11 @@ from tests.simulation.broken import (
     finish_only_once,
     grant_once,
     hits_in_the_sum,
+    known_in_part,
     no_floor,
     nothing,
     oldest_goes,
+    one_pin,
     one_short,
     pinned_hits_count,
     publish_at_once,
@@ -197,5 +200,15 @@ DEFECTS = (
         name="one rank short at Commit",
         patches=(Patch(owner=_Incoming, name="ended", make=one_short),),
         bias=Bias(num_ranks=2), rules=WRONG_KV,
+    ),
+    Defect(
+        name="a page of ours counts that is there in part",
+        patches=(Patch(owner=Spread, name="known_pages", make=known_in_part),),
+        bias=Bias(bridged=True, episodes=CUTS), rules=WRONG_KV,
+    ),
+    Defect(
+        name="a re-laid page pins the first of those it goes to",
+        patches=(Patch(owner=Pulls, name="_start", make=one_pin),),
+        bias=replace(SLOW_ABORTS, bridged=True), rules=WRONG_KV,
     ),
 )  # fmt: skip
