@@ -22,6 +22,8 @@ from tests.support.integrity import NUM_PAGES, PROMPT, Bench
 
 Damage = Callable[[bytearray], None]
 LAYERS = 30
+BLOCK = 1024
+"""What the digest takes at once (xxh3's block)."""
 
 
 def flip(payload: bytearray) -> None:
@@ -91,8 +93,9 @@ async def test_a_page_that_never_arrives_intact_is_computed_by_decode(bench: Ben
 
 
 async def test_a_byte_that_flips_in_the_target_page_before_it_is_verified(bench: Bench) -> None:
-    """tcp: half the page has come, then decode's own memory changes. On shm there is no such moment: a word
-    is digested as it is stored; what memory does to it after that is a fault after the check."""
+    """tcp: half the page has come, then decode's own memory changes, in the block that has not come whole
+    and so is not digested yet. On shm there is no such moment: a word is digested as it is stored; what
+    memory does to it after that is a fault after the check."""
     pool, flipped = bench.decode["tcp"].pool, []
     tokens = tuple(token + 7 for token in PROMPT)
     await bench.right("shm", tokens)  # by the other worker: none of these bytes is in this one's memory yet
@@ -101,16 +104,16 @@ async def test_a_byte_that_flips_in_the_target_page_before_it_is_verified(bench:
         def wait_and_flip() -> None:
             while not (found := pool.find(start)):  # the first half is on its way into decode's page
                 pass
-            pool.flip(found[-1], 100)
+            pool.flip(found[-1], len(start) - 1)
             flipped.append(found)
 
         return wait_and_flip
 
     def page(number: int, header: bytes, payload: bytearray) -> Iterable[Step]:
-        half = len(payload) // 2
+        half = len(payload) // 2 // BLOCK * BLOCK + BLOCK // 2
         if number != 2:
             return [header, bytes(payload)]
-        return [header + payload[:half], damage(bytes(payload[:4096])), bytes(payload[half:])]
+        return [header + payload[:half], damage(bytes(payload[:half])), bytes(payload[half:])]
 
     bench.proxy.page = page
     came = await bench.run("tcp", tokens)
