@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ import psutil
 from benchmarks.machine import machine, now, us
 from kvtransfer.digest import PageDigester, page_digest, page_header
 from kvtransfer.mover import Copy, PageMover
+from kvtransfer.tcp.reader import TcpPageReader
 from pdserve.client import Client
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import Unavailable
@@ -83,7 +85,8 @@ class Meter:
 def serve() -> None:
     """Runs a worker; "spent" on stdin is answered by what its digests and the process took since the last.
 
-    On shm decode digests in the same pass as it copies: there the whole pass is timed, under "pass_".
+    On shm decode digests in the same pass as it copies: there the whole pass is timed, under "pass_". On tcp
+    Python takes the pages here, for compiled code digests them between two receives.
     """
     from pdserve.worker.host import WorkerHost
 
@@ -99,6 +102,7 @@ def serve() -> None:
 
     PageDigester.__call__ = timed_digest  # type: ignore[method-assign]
     PageMover.move = timed_move  # type: ignore[method-assign]
+    TcpPageReader.__init__ = partialmethod(TcpPageReader.__init__, compiled=False)  # type: ignore[assignment]
     host = WorkerHost(WorkerConfig.from_json(sys.stdin.readline()))
     host.start()
     print("serves", flush=True)
