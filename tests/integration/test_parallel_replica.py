@@ -171,6 +171,7 @@ def test_a_rank_that_can_not_start_is_an_error_of_the_start(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_prefill_and_decode_of_several_ranks_are_refused_for_now() -> None:
-    with pytest.raises(ConfigError, match="tp: pages can not be handed over"):
-        config_of("m", role=Role.DECODE)
+def test_several_ranks_hand_over_by_any_way_but_nixl() -> None:
+    assert config_of("m", role=Role.DECODE).tp == 2
+    with pytest.raises(ConfigError, match="transports: nixl moves pages of workers with one rank only"):
+        config_of("m", role=Role.DECODE, transports=("nixl", "tcp"))
