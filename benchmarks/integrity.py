@@ -83,11 +83,8 @@ class Meter:
 
 
 def serve() -> None:
-    """Runs a worker; "spent" on stdin is answered by what its digests and the process took since the last.
-
-    On shm decode digests in the same pass as it copies: there the whole pass is timed, under "pass_". On tcp
-    Python takes the pages here, for compiled code digests them between two receives.
-    """
+    """Runs a worker; "spent" on stdin is answered by what its digests and the process took since the last. On
+    shm the whole pass that copies and digests is timed, under "pass_"; on tcp Python takes the pages here."""
     from pdserve.worker.host import WorkerHost
 
     digests, passes = Meter(), Meter()
