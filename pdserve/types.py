@@ -160,7 +160,7 @@ class WorkerLoad:
 
     page_ages: used pages by state and age. transfer_pages: held for transfers now; peak_transfer_pages: the
     most there ever were. rebalances: placements of experts by how they ended. expert_imbalance: the fullest
-    ranks' load over the mean; 0 without load.
+    ranks' load over the mean; 0 without load. lost_ranks: that the worker goes on without.
     """
 
     num_pages: int = 0
@@ -185,6 +185,7 @@ class WorkerLoad:
     rebalances_copy_failed: int = 0
     expert_copied_bytes: int = 0
     expert_imbalance: float = 0.0
+    lost_ranks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

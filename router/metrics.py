@@ -206,13 +206,17 @@ def _experts(members: list[Member]) -> Iterator[GaugeMetricFamily]:
         "pdserve_expert_imbalance", "Load of the fullest ranks over the mean; the worst worker's.",
         labels=["role"],
     )  # fmt: skip
+    lost = GaugeMetricFamily(
+        "pdserve_lost_ranks", "Ranks that workers go on without, degraded.", labels=["role"]
+    )
     for role in Role:
         loads = [member.load for member in members if member.record.role is role]
         for outcome in REBALANCES:
             moves.add_metric([role, outcome], sum(getattr(load, f"rebalances_{outcome}") for load in loads))
         copied.add_metric([role], sum(load.expert_copied_bytes for load in loads))
+        lost.add_metric([role], sum(load.lost_ranks for load in loads))
         uneven.add_metric([role], max((load.expert_imbalance for load in loads), default=0.0))
-    yield from (moves, copied, uneven)
+    yield from (moves, copied, uneven, lost)
 
 
 def _bytes(member: Member, pages: int) -> int:

@@ -15,6 +15,7 @@ from pdserve.config.worker import (
     KV_MIXING,
     MAX_TP,
     NO_NIXL,
+    RANK_ATTENTION,
     RANK_EXCHANGES,
     TRANSPORTS,
     WorkerConfig,
@@ -71,6 +72,12 @@ class ServeConfig:
     )
     rank_exchange: str = setting(
         "shm", help="How the ranks of a worker exchange tensors: memory, or sockets.", choices=RANK_EXCHANGES
+    )
+    rank_attention: str = setting(
+        "divided",
+        help="Whether ranks divide attention, or each computes all of it and they divide experts alone: then "
+        "a worker goes on without a lost rank whose experts have replicas.",
+        choices=RANK_ATTENTION,
     )
     dtype: str = setting("bfloat16", help="Number type of weights, activations and KV pages.", choices=DTYPES)
     deterministic: bool = setting(
@@ -254,6 +261,7 @@ class ServeConfig:
             expert_placement=self._experts(role),
             expert_slots=self.expert_slots,
             rebalance_gain=self.rebalance_gain,
+            rank_attention=self.rank_attention,
             rank_exchange=self.rank_exchange,
             nice=self.prefill_nice if role is Role.PREFILL else 0,
             decode_pace_s=self.decode_pace_s,

@@ -14,6 +14,7 @@ from pdserve.types import Role
 DTYPES = ("float32", "bfloat16")
 TRANSPORTS = ("shm", "tcp", "nixl")
 KV_MIXING = ("strict", "relaxed")
+RANK_ATTENTION = ("divided", "repeated")
 RANK_EXCHANGES = ("shm", "gloo")
 MAX_TP = 64
 NO_NIXL = "nixl moves pages of workers with one rank only; use shm or tcp"
@@ -94,6 +95,12 @@ class WorkerConfig:
         maximum=1,
     )
     rank_exchange: str = setting("shm", help="How the ranks exchange tensors.", choices=RANK_EXCHANGES)
+    rank_attention: str = setting(
+        "divided",
+        help="Whether ranks divide attention, or each computes all of it and they divide experts alone: then "
+        "a worker goes on without a lost rank whose experts have replicas.",
+        choices=RANK_ATTENTION,
+    )
     nice: int = setting(0, help="Added to the process's nice value at start.", minimum=0, maximum=19)
     decode_pace_s: float = setting(
         0.1,
@@ -113,8 +120,15 @@ class WorkerConfig:
             raise ConfigError("expert_placement: a worker of one rank has all experts; give it more ranks")
         if self.tp > 1 and self.role is not Role.AGGREGATED and "nixl" in self.transports:
             raise ConfigError(f"transports: {NO_NIXL}")
+        if self.attention_repeated and (self.rank_exchange, self.role) != ("shm", Role.AGGREGATED):
+            raise ConfigError("rank_attention: repeated is for aggregated workers that exchange over shm")
         if not self.transports:
             raise ConfigError("transports: name at least one")
+
+    @property
+    def attention_repeated(self) -> bool:
+        """Whether the ranks divide experts alone."""
+        return self.tp > 1 and self.rank_attention == "repeated"
 
     @property
     def secret_bytes(self) -> bytes:

@@ -28,7 +28,7 @@ from pdserve.models.build import build_decoder
 from pdserve.models.config import ModelConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.loaded import LoadedModel
-from pdserve.models.sharded import build_shard, shard_config
+from pdserve.models.sharded import build_repeated, build_shard, shard_config
 from pdserve.parallel.group import Group
 from pdserve.parallel.placement_table import Placement
 from pdserve.parallel.shards import shards
@@ -52,19 +52,20 @@ def page_layout(config: ModelConfig, *, page_size: int, dtype: str) -> PageLayou
     )
 
 
-def rank_config(config: ModelConfig, group: Group | None) -> ModelConfig:
+def rank_config(config: ModelConfig, group: Group | None, repeated: bool = False) -> ModelConfig:
     """The model that this process computes: its rank's part. Raises ConfigError."""
-    return config if group is None else shard_config(config, shards(config, group.size)[group.rank])
+    return (
+        config if group is None or repeated else shard_config(config, shards(config, group.size)[group.rank])
+    )
 
 
 def _built(
-    model: LoadedModel, deterministic: bool, group: Group | None, placement: Placement | None
+    model: LoadedModel, deterministic: bool, group: Group | None, placement: Placement | None, repeated: bool
 ) -> Decoder:
     if group is None:
         return build_decoder(model.config, model.weights, deterministic=deterministic)
-    return build_shard(
-        model.config, model.weights, deterministic=deterministic, group=group, placement=placement
-    )
+    build = build_repeated if repeated else build_shard
+    return build(model.config, model.weights, deterministic=deterministic, group=group, placement=placement)
 
 
 def _kv_view(pool: KVPool, latent: bool) -> KVView:
@@ -99,30 +100,32 @@ class ModelRunner:
         capture_logits: bool = False,
         group: Group | None = None,
         placement: Placement | None = None,
+        repeated: bool = False,
         threads: int | None = None,
     ) -> None:
         """Builds the model. Raises ConfigError where the pool does not fit it, or for another device.
 
         group: the ranks that compute it together, each with its runner and pool; None: this process alone.
         All are given the same plans, in order; rank 0 samples, and nothing that breaks is tried again.
-        placement: of experts over the group; None: in order. threads: None for the process's default.
+        placement: of experts over the group; None: in order.
+        repeated: the ranks divide experts alone. threads: None for the process's default.
         """
         if device != "cpu":
             raise ConfigError(f"device {device!r} is not supported; use cpu")
-        own = rank_config(model.config, group)
+        own = rank_config(model.config, group, repeated)
         wanted = page_layout(own, page_size=pool.layout.page_size, dtype=model.dtype)
         if pool.layout != wanted:
             raise ConfigError("the page pool was made for another model, dtype or kernel")
         apply_thread_count(threads)
         self.config = model.config
-        ranks, exchange = (1, "") if group is None else (group.size, group.kind)
+        ranks, exchange = (1, "") if group is None or repeated else (group.size, group.kind)
         self.numerics_id = numerics_id(
             dtype=model.dtype, deterministic=deterministic, ranks=ranks, exchange=exchange
         )
         self.last_logits: dict[str, torch.Tensor] = {}
         self._pool = pool
         self._kv = _kv_view(pool, own.latent is not None)
-        self._decoder = _built(model, deterministic, group, placement)
+        self._decoder = _built(model, deterministic, group, placement, repeated)
         self._group = group
         self._capture = capture_logits
 

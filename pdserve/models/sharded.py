@@ -17,6 +17,7 @@ from pdserve.kernels.embedding import TokenTable
 from pdserve.kernels.linear import Linear, PackedLinear
 from pdserve.layers.mlp import GatedMLP
 from pdserve.layers.moe import MoE
+from pdserve.layers.routers import RouterKind
 from pdserve.models.build import build_decoder
 from pdserve.models.config import ModelConfig
 from pdserve.models.decoder import Decoder, DecoderLayer, FeedForward
@@ -28,6 +29,9 @@ from pdserve.parallel.linears import GatheredLinear, ReducedLinear, VocabHead, V
 from pdserve.parallel.placement_table import Placement
 from pdserve.parallel.shards import Shard, shards, split
 from pdserve.parallel.weights import cut, widths
+
+NEVER = 1 << 62
+"""Bytes that no all-to-all saves."""
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
@@ -78,6 +82,33 @@ def build_shard(
         group=group,
     )
     return joint.decoder(decoder)
+
+
+def build_repeated(
+    config: ModelConfig,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    deterministic: bool,
+    group: Group,
+    placement: Placement | None = None,
+) -> Decoder:
+    """The decoder of a rank where experts alone are divided and all the rest is everybody's, so that the
+    others can go on without it. Exchanges rows of experts by gathers only. Raises ConfigError.
+    """
+    experts = split_experts(config, group.size, placement)
+    if experts is None or config.experts is None or config.experts.router is not RouterKind.CHOICE:
+        raise ConfigError(
+            "rank_attention: repeated is for mixtures of experts without a router's random state"
+        )
+    decoder = build_decoder(config, experts.cut(weights, group.rank), deterministic=deterministic)
+    rows = SharedRows(slots=experts.slots, group=group, least_saving=NEVER)
+    layers = (
+        dataclasses.replace(layer, mlp=over_ranks(layer.mlp, experts, rows))
+        if isinstance(layer.mlp, MoE)
+        else layer
+        for layer in decoder.layers
+    )
+    return dataclasses.replace(decoder, layers=tuple(layers))
 
 
 def _cut(

@@ -32,6 +32,16 @@ class Coverage:
         return tuple(replace(home, share=home.share / total if total > 0 else 1 / len(left)) for home in left)
 
     @property
+    def masked(self) -> Placement:
+        """The table as it serves. Raises ConfigError where an expert is uncovered."""
+        here = self.table
+        layers = tuple(
+            tuple(self.homes(layer, expert) for expert in range(here.num_experts))
+            for layer in range(here.num_layers)
+        )
+        return replace(here, topology=replace(here.topology, lost=self.lost), layers=layers)
+
+    @property
     def uncovered(self) -> tuple[tuple[int, int], ...]:
         """(layer, expert) of every expert that nobody has."""
         if not self.lost:

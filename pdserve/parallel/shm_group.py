@@ -41,6 +41,8 @@ def _library() -> ctypes.CDLL:
     loaded.pdx_add.argtypes = (*head, _P, _I, _N, ctypes.c_double)
     loaded.pdx_gather.argtypes = (*head, _P, _P, _I, ctypes.c_double)
     loaded.pdx_all_to_all.argtypes = (*head, _P, _P, _P, ctypes.c_double)
+    loaded.pdx_abort.argtypes = (_P, _I)
+    loaded.pdx_abort.restype = None
     return loaded
 
 
@@ -100,6 +102,10 @@ class ShmGroup:
         away = sent_away(counts, self.rank) * row
         self._run(x, away, self._all_to_all, x.data_ptr(), out.data_ptr(), sizes.data_ptr())
         return out
+
+    def abort(self) -> None:
+        """Calls of all ranks that wait, and all to come that would, raise WorkerLost. Any thread."""
+        _library().pdx_abort(*self._head[:1], self.size)
 
     def close(self) -> None:
         """No more calls. The mapping goes with this object."""

@@ -35,13 +35,15 @@ class Beats:
         peers: Mapping[int, socket.socket],
         on_lost: Callable[[str], None],
         *,
+        spare: Callable[[int, str], bool] = lambda rank, reason: False,
         silent_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """peers: connections by rank, used by this object alone from now on. on_lost: called once, on the
-        thread, with a reason in words. silent_s: None is SILENT_S."""
+        thread, with a reason in words. spare: asked before, on the
+        thread too; whether to go on without that rank. silent_s: None is SILENT_S."""
         self._peers = dict(peers)
-        self._on_lost = on_lost
+        self._on_lost, self._spare = on_lost, spare
         self._silent_s = silent_s or failpoints.setting("rank_silence") or SILENT_S
         self._clock = clock
         self._heard = dict.fromkeys(peers, clock())
@@ -77,16 +79,16 @@ class Beats:
             left_s = due - self._clock()
             # What came in is read before anybody is judged: if we stood still, it is not the peer's fault.
             gone = [by_fd[fd] for fd, _ in poller.poll(max(0.0, left_s) * 1000) if not self._hear(by_fd[fd])]
-            if gone:
-                self._lose(f"rank {gone[0]} ended")
+            if gone and not self._goes_on(poller, gone[0], f"rank {gone[0]} ended"):
                 return
             if self._clock() < due:
                 continue
             due = self._clock() + BEAT_S
             self._say()
             if (silent := self._silent()) is not None:
-                self._lose(f"rank {silent} has been silent for {self._silent_s:g} s")
-                return
+                reason = f"rank {silent} has been silent for {self._silent_s:g} s"
+                if not self._goes_on(poller, silent, reason):
+                    return
 
     def _hear(self, rank: int) -> bool:
         """Reads what a peer said; False if its process is gone."""
@@ -111,6 +113,16 @@ class Beats:
             return None
         now = self._clock()
         return next((rank for rank, at in self._heard.items() if now - at > self._silent_s), None)
+
+    def _goes_on(self, poller: select.poll, rank: int, reason: str) -> bool:
+        """After the loss of a peer; False: it was the last thing to say."""
+        if self._closed or not self._spare(rank, reason):
+            self._lose(reason)
+            return False
+        poller.unregister(self._peers[rank])
+        self._peers.pop(rank).close()
+        self._heard.pop(rank)
+        return True
 
     def _lose(self, reason: str) -> None:
         if not self._closed:

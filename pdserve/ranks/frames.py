@@ -41,6 +41,11 @@ class Kind(IntEnum):
     """Empty: end."""
     MEET = 7
     """Empty: all ranks are ready, join the group. With the descriptor of its shared memory, if any."""
+    ABORTED = 9
+    """From a rank: u64 serial number of a step that was given up, for a rank is lost."""
+    REGROUP = 10
+    """JSON: the ranks that are left, a list. With the descriptor of their shared memory. A rank answers with
+    the same, without a descriptor, once it has joined."""
     ORDERS = 8
     """Orders about experts (`tender`), before a plan; without an answer. With a ferry's descriptor."""
 

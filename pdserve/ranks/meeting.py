@@ -10,12 +10,15 @@ from pdserve.engine.numerics import numerics_id
 from pdserve.errors import WorkerLost
 from pdserve.parallel.group import GroupConfig, TorchGroup, open_group
 from pdserve.parallel.shm_group import ShmGroup
+from pdserve.parallel.surviving_group import SurvivingGroup
 
-RankGroup = TorchGroup | ShmGroup
+RankGroup = TorchGroup | ShmGroup | SurvivingGroup
 
 
 def joint_numerics(config: WorkerConfig) -> str:
     """The numerics id of the worker's ranks, before they have a runner."""
+    if config.attention_repeated:  # nothing is added or divided but experts
+        return numerics_id(dtype=config.dtype, deterministic=config.deterministic, ranks=1, exchange="")
     return numerics_id(
         dtype=config.dtype, deterministic=config.deterministic, ranks=config.tp, exchange=config.rank_exchange
     )
@@ -31,6 +34,7 @@ def meet(config: WorkerConfig, rank: int, meeting: Path, fd: int | None) -> Rank
     if fd is None:
         raise WorkerLost("a rank of this replica is out of step")
     try:
-        return ShmGroup(fd, rank=rank, size=config.tp)
+        kind = SurvivingGroup if config.attention_repeated else ShmGroup
+        return kind(fd, rank=rank, size=config.tp)
     finally:
         os.close(fd)

@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import struct
+from dataclasses import dataclass
 
 from pdserve.engine.runner import ModelRunner
 from pdserve.errors import InternalError, PdserveError, WorkerLost
@@ -20,10 +21,11 @@ from pdserve.garbage import keep_what_is_loaded
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.loader import load_model
 from pdserve.parallel.shards import thread_share
+from pdserve.parallel.surviving_group import SurvivingGroup
 from pdserve.ranks.beats import Beats
 from pdserve.ranks.config import RankConfig
 from pdserve.ranks.frames import Frame, Kind, receive, send
-from pdserve.ranks.meeting import joint_numerics, meet
+from pdserve.ranks.meeting import RankGroup, joint_numerics, meet
 from pdserve.ranks.placing import first_table, tender_of
 from pdserve.ranks.plans import decode_plan
 from pdserve.ranks.pools import pages_within, rank_layouts
@@ -43,10 +45,10 @@ def serve_rank(config: RankConfig) -> int:
     beats = Beats({0: life}, _leader_lost)
     beats.start()
     try:
-        runner, pool, tender = _load(config, work)
+        engine, pool = _load(config, work)
         keep_what_is_loaded()
         send(work, Kind.DONE, SERIAL.pack(0))
-        _compute(runner, work, tender)
+        _compute(engine, work)
         beats.close()
         pool.close()
     except WorkerLost as error:
@@ -60,6 +62,50 @@ def serve_rank(config: RankConfig) -> int:
         _fail(work, InternalError("a rank failed; its log says why"))
         return 1
     return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Engine:
+    """What a rank computes with. tender: None without experts."""
+
+    runner: ModelRunner
+    tender: Tender | None
+    group: RankGroup
+
+    def step(self, body: bytes) -> tuple[Kind, bytes]:
+        """Carries a plan out; the answer. Raises WorkerLost where a rank can not be spared."""
+        serial, version = HEAD.unpack(body[: HEAD.size])
+        if version != (0 if self.tender is None else self.tender.version):
+            raise WorkerLost("the replica's leader is out of step")
+        try:
+            self.runner.execute(decode_plan(body[HEAD.size :]))
+        except WorkerLost:
+            if not isinstance(self.group, SurvivingGroup):
+                raise
+            return Kind.ABORTED, SERIAL.pack(serial)
+        words = [] if self.tender is None else self.tender.words()
+        return Kind.DONE, SERIAL.pack(serial) + (encode(words) if words else b"")
+
+    def obey(self, frame: Frame) -> None:
+        """Orders about experts. Raises WorkerLost, as `step`."""
+        if self.tender is None:
+            raise WorkerLost("the replica's leader is out of step")
+        try:
+            for order in decode(frame.body):
+                self.tender.order(order, frame.fd)
+        except WorkerLost:  # of a probe, the one order that exchanges rows and the last of its frame
+            if not isinstance(self.group, SurvivingGroup):
+                raise
+        finally:
+            if frame.fd is not None:
+                os.close(frame.fd)
+
+    def regroup(self, frame: Frame) -> None:
+        """Joins those that are left."""
+        if not isinstance(self.group, SurvivingGroup) or frame.fd is None:
+            raise WorkerLost("the replica's leader is out of step")
+        self.group.renew(frame.fd, json.loads(frame.body))
+        os.close(frame.fd)
 
 
 def _leader_lost(reason: str) -> None:
@@ -85,11 +131,17 @@ def _fail(work: socket.socket, error: PdserveError) -> None:
         send(work, Kind.FAILED, json.dumps({"label": error.label, "message": error.message}).encode())
 
 
-def _load(config: RankConfig, work: socket.socket) -> tuple[ModelRunner, KVPool, Tender | None]:
+def _load(config: RankConfig, work: socket.socket) -> tuple[_Engine, KVPool]:
     """Loads, makes the pool, tells the leader, meets the others, builds."""
     worker, rank = config.worker_config, config.rank
     model = load_model(worker.model, worker.dtype)
-    layouts = rank_layouts(model.config, worker.tp, page_size=worker.page_size, dtype=worker.dtype)
+    layouts = rank_layouts(
+        model.config,
+        worker.tp,
+        page_size=worker.page_size,
+        dtype=worker.dtype,
+        repeated=worker.attention_repeated,
+    )
     num_pages = worker.num_pages or pages_within(layouts, worker.kv_memory_bytes)
     pool = KVPool.create(layouts[rank], num_pages, secrets.randbits(64), shared=True)
     pool.prefault()
@@ -108,33 +160,23 @@ def _load(config: RankConfig, work: socket.socket) -> tuple[ModelRunner, KVPool,
         deterministic=worker.deterministic,
         group=group,
         placement=table,
+        repeated=worker.attention_repeated,
         threads=threads,
     )
-    return runner, pool, None if table is None else tender_of(runner, table, rank)
+    tender = None if table is None else tender_of(runner, table, rank)
+    return _Engine(runner=runner, tender=tender, group=group), pool
 
 
-def _compute(runner: ModelRunner, work: socket.socket, tender: Tender | None) -> None:
+def _compute(engine: _Engine, work: socket.socket) -> None:
     """Carries out plans in order, and orders about experts between them, until told to stop."""
-    while (frame := receive(work, with_fd=True)).kind in (Kind.PLAN, Kind.ORDERS):
-        if frame.kind is Kind.ORDERS:
-            _obey(tender, frame)
-            continue
-        serial, version = HEAD.unpack(frame.body[: HEAD.size])
-        if version != (0 if tender is None else tender.version):
-            raise WorkerLost("the replica's leader is out of step")
-        runner.execute(decode_plan(frame.body[HEAD.size :]))
-        words = [] if tender is None else tender.words()
-        send(work, Kind.DONE, SERIAL.pack(serial) + (encode(words) if words else b""))
-    if frame.kind is not Kind.STOP:
-        raise WorkerLost("the replica's leader said something that a rank does not know")
-
-
-def _obey(tender: Tender | None, frame: Frame) -> None:
-    try:
-        if tender is None:
-            raise WorkerLost("the replica's leader is out of step")
-        for order in decode(frame.body):
-            tender.order(order, frame.fd)
-    finally:
-        if frame.fd is not None:
-            os.close(frame.fd)
+    while (frame := receive(work, with_fd=True)).kind is not Kind.STOP:
+        match frame.kind:
+            case Kind.PLAN:
+                send(work, *engine.step(frame.body))
+            case Kind.ORDERS:
+                engine.obey(frame)
+            case Kind.REGROUP:
+                engine.regroup(frame)
+                send(work, Kind.REGROUP, frame.body)
+            case _:
+                raise WorkerLost("the replica's leader said something that a rank does not know")

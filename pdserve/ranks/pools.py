@@ -19,8 +19,12 @@ from pdserve.models.sharded import shard_config
 from pdserve.parallel.shards import shards
 
 
-def rank_layouts(config: ModelConfig, size: int, *, page_size: int, dtype: str) -> tuple[PageLayout, ...]:
-    """The page layout of every rank: its KV heads only. Raises ConfigError."""
+def rank_layouts(
+    config: ModelConfig, size: int, *, page_size: int, dtype: str, repeated: bool = False
+) -> tuple[PageLayout, ...]:
+    """The page layout of every rank: its KV heads only, or all of them. Raises ConfigError."""
+    if repeated:
+        return (page_layout(config, page_size=page_size, dtype=dtype),) * size
     return tuple(
         page_layout(shard_config(config, shard), page_size=page_size, dtype=dtype)
         for shard in shards(config, size)

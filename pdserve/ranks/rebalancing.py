@@ -18,6 +18,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from pdserve.errors import WorkerLost
+from pdserve.parallel.coverage import Coverage
 from pdserve.parallel.placement_table import Copy, Placement
 from pdserve.parallel.rebalance import RebalanceConfig, Rebalancer
 from pdserve.parallel.rebalance_events import (
@@ -29,11 +31,13 @@ from pdserve.parallel.rebalance_events import (
     Event,
     Install,
     PlanReady,
+    RankLost,
     RunCanary,
     StartCopy,
     StepBoundary,
     Tick,
     Told,
+    WantPlan,
 )
 from pdserve.ranks.ferry import make_ferry
 from pdserve.ranks.frames import Kind, send
@@ -56,20 +60,24 @@ LEAST_BYTES_PER_S = 5e6
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebalanceStatus:
     """What a worker tells of its rebalances. outcomes: plans that ended, by how. copied_bytes: of weights
-    that reached their rank. last: the last plan's end in words."""
+    that reached their rank. last: the last plan's end in words. lost: ranks
+    that it goes on without."""
 
     table: Placement
     outcomes: Mapping[str, int] = field(default_factory=dict)
     copied_bytes: int = 0
     last: str = ""
+    lost: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True, kw_only=True)
 class _Trip:
-    """A copy on its way. lane: None once its weights are in their block. dropped: nobody wants it."""
+    """A copy on its way. lane: None once its weights are in their block. at: the rank that has the next word.
+    dropped: nobody wants it."""
 
     copy: Copy
     lane: int | None
+    at: int
     dropped: bool = False
 
 
@@ -142,12 +150,30 @@ class Rebalancing:
         """words: by rank, what came with the end of the step."""
         self._judged_steps += 1
         for of_rank in words:
-            for word in of_rank:
-                self._hear(word)
+            self.hear(of_rank)
         verdicts = [word["same"] for of_rank in words for word in of_rank if word["word"] == "canary"]
-        if self._judging and len(verdicts) == len(self._orders):
+        if self._judging and len(verdicts) == len(self._orders) - len(self._status.lost):
             self._judging = False
             self._feed(CanaryDone(same=all(verdicts)))
+
+    def hear(self, words: Sequence[Word]) -> None:
+        """What a rank said of copies."""
+        for word in words:
+            self._hear(word)
+
+    def lose(self, rank: int) -> None:
+        """Routes past a rank from the next step on; a rebalance that is under way is dropped, and there are
+        no more. Raises WorkerLost if nobody else has an expert of its."""
+        if self._judging:
+            self._judging = False
+            self._tell_all({"do": "untry"})
+        self._status = replace(self._status, lost=self._status.lost | {rank})
+        self._feed(RankLost(rank=rank))
+        for number, trip in list(self._trips.items()):
+            if trip.at == rank and trip.lane is not None:
+                self._end(number, trip)  # it says nothing any more
+        if self._rebalancer.coverage.uncovered:
+            raise WorkerLost("a rank of this replica is gone, and with it experts; it starts again")
 
     # -- effects -----------------------------------------------------------------------------------------
 
@@ -165,19 +191,22 @@ class Rebalancing:
             case RunCanary(table=table, layers=layers, copies=copies):
                 self._judging, self._judged_steps = True, 0
                 new = [(copy.layer, copy.expert, copy.slot) for copy in copies]
-                self._tell_all({"do": "try", "tables": _tables(table, layers), "copies": new})
+                trial = Coverage(table=table, lost=self._status.lost)
+                self._tell_all({"do": "try", "tables": _tables(trial, layers), "copies": new})
             case Install(coverage=coverage, copies=copies):
-                self._install(coverage.table, copies)
+                self._install(coverage, copies)
             case Told():
                 self._told(effect)
-            case _:  # WantPlan: a lost rank ends the replica, so nobody feeds RankLost
-                raise AssertionError("an effect that no driver carries out")
+            case WantPlan():  # it goes on as it is: a whole incarnation is what should come next
+                log.warning("experts of lost ranks have fewer copies now")
 
-    def _install(self, table: Placement, copies: Sequence[Copy]) -> None:
-        layers = [n for n, layer in enumerate(table.layers) if layer is not self._table.layers[n]]
+    def _install(self, coverage: Coverage, copies: Sequence[Copy]) -> None:
+        table = coverage.table
+        every = bool(coverage.lost) and not copies
+        layers = [n for n, layer in enumerate(table.layers) if every or layer is not self._table.layers[n]]
         self._version += 1
         self._table = table
-        self._tell_all({"do": "install", "tables": _tables(table, layers), "version": self._version})
+        self._tell_all({"do": "install", "tables": _tables(coverage, layers), "version": self._version})
         done = set(copies)
         self._trips = {number: trip for number, trip in self._trips.items() if trip.copy not in done}
         self._status = replace(self._status, table=table)
@@ -204,7 +233,7 @@ class Rebalancing:
                 self._tell_all({"do": "open", "lane_bytes": self._block_bytes})
             self._last_trip += 1
             lane = self._lanes.pop()
-            self._trips[self._last_trip] = _Trip(copy=copy, lane=lane)
+            self._trips[self._last_trip] = _Trip(copy=copy, lane=lane, at=copy.source)
             self._tell(
                 copy.source,
                 {
@@ -230,6 +259,7 @@ class Rebalancing:
             self._end(number, trip)
             return
         copy = trip.copy
+        trip.at = copy.rank
         self._tell(
             copy.rank,
             {
@@ -294,18 +324,26 @@ class Rebalancing:
         opens = any(order["do"] == "open" for order in orders[0])
         fd = make_ferry(LANES * self._block_bytes) if opens else None
         try:
-            for sock, of_rank in zip(self._ranks, orders[1:], strict=True):
-                if of_rank:
-                    send(sock, Kind.ORDERS, encode(of_rank), fd=fd)
+            problem: WorkerLost | None = None
+            for rank, sock in enumerate(self._ranks, 1):
+                if not orders[rank] or rank in self._status.lost:
+                    continue
+                try:
+                    send(sock, Kind.ORDERS, encode(orders[rank]), fd=fd)
+                except WorkerLost as error:  # the others get theirs: they may go on without it
+                    problem = error
+            if problem is not None:
+                orders[0] = [order for order in orders[0] if order["do"] != "probe"]
             for order in orders[0]:
                 self._tender.order(order, fd if order["do"] == "open" else None)
+            if problem is not None:
+                raise problem
         finally:
             if fd is not None:
                 os.close(fd)
 
 
-def _tables(table: Placement, layers: Sequence[int]) -> dict[str, list[list[tuple[int, float]]]]:
+def _tables(coverage: Coverage, layers: Sequence[int]) -> dict[str, list[list[tuple[int, float]]]]:
     """By layer, what ranks need of a table."""
-    return {
-        str(n): [[(home.slot, home.share) for home in homes] for homes in table.layers[n]] for n in layers
-    }
+    experts = range(coverage.table.num_experts)
+    return {str(n): [[(h.slot, h.share) for h in coverage.homes(n, e)] for e in experts] for n in layers}

@@ -39,7 +39,8 @@ from pdserve.kvcache.pool import KVPool
 from pdserve.models.loaded import LoadedModel
 from pdserve.parallel.group import TIMEOUT_S
 from pdserve.parallel.shards import thread_share
-from pdserve.parallel.shm_group import make_segment
+from pdserve.parallel.shm_group import ShmGroup, make_segment
+from pdserve.parallel.surviving_group import SurvivingGroup
 from pdserve.ranks.beats import Beats
 from pdserve.ranks.config import Launch, RankConfig, RankProcess, meeting
 from pdserve.ranks.door import Door, Seat
@@ -49,6 +50,7 @@ from pdserve.ranks.placing import first_table, tender_of
 from pdserve.ranks.pools import ReplicaPools, pages_within, rank_layouts
 from pdserve.ranks.rebalancing import Rebalancing
 from pdserve.ranks.runner import SERIAL, ParallelRunner, expect_done, failure
+from pdserve.ranks.survival import Survival
 from pdserve.ranks.tender import Tender
 
 START_S = 280.0
@@ -69,6 +71,7 @@ class Replica:
         self._beats: Beats | None = None
         self._group: RankGroup | None = None
         self._tender: Tender | None = None
+        self._survival: Survival | None = None
         self._pools: ReplicaPools | None = None
         token = secrets.token_hex(32)
         self._door = Door(directory, token, config.tp)
@@ -99,12 +102,19 @@ class Replica:
         Raises what a rank raised (ModelError, ConfigError), or WorkerLost. Call `close` then.
         """
         config, deadline = self._config, time.monotonic() + START_S
-        layouts = rank_layouts(model.config, config.tp, page_size=config.page_size, dtype=config.dtype)
+        layouts = rank_layouts(
+            model.config,
+            config.tp,
+            page_size=config.page_size,
+            dtype=config.dtype,
+            repeated=config.attention_repeated,
+        )
         num_pages = config.num_pages or pages_within(layouts, config.kv_memory_bytes)
         if num_pages < 2:
             raise ConfigError("kv_memory: too small for two KV pages of this model; give more memory")
         self._seats = self._door.admit(deadline, self._ended)
-        self._beats = Beats({rank: seat.life for rank, seat in self._seats.items()}, self._lost)
+        lives = {rank: seat.life for rank, seat in self._seats.items()}
+        self._beats = Beats(lives, self._lost, spare=self._spared)
         self._beats.start()
         pool = KVPool.create(layouts[0], num_pages, pool_id)
         pool.prefault()
@@ -125,9 +135,8 @@ class Replica:
 
     def kill(self) -> None:
         """Ends all ranks that have come in at once, whatever they do. Any thread; waits for nothing."""
-        for seat in self._seats.values():
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(seat.pidfd, signal.SIGKILL)
+        for rank in self._seats:
+            self._kill_rank(rank)
 
     def close(self) -> None:
         """Ends the ranks and gives everything back. In any state; call when no step runs."""
@@ -173,6 +182,7 @@ class Replica:
             on_lost=self._lost,
             deterministic=self._config.deterministic,
             placement=table,
+            repeated=self._config.attention_repeated,
             threads=thread_share(self._config.threads, self._config.tp, 0),
         )
         for seat in self._seats.values():  # from now on nobody has to wait long for anybody
@@ -181,8 +191,20 @@ class Replica:
             seat.work.settimeout(TIMEOUT_S)
         if table is not None:
             self._tender = tender_of(runner, table, 0)
-            runner.rebalance_with(Rebalancing(table, self._tender, works), self._tender)
+            rebalancing = Rebalancing(table, self._tender, works)
+            if isinstance(group, SurvivingGroup):
+                ranks = {rank: seat.work for rank, seat in self._seats.items()}
+                self._survival = Survival(group, ranks, lambda: rebalancing.status.table, self._kill_rank)
+            runner.rebalance_with(rebalancing, self._tender, self._survival)
         return runner
+
+    def _spared(self, rank: int, reason: str) -> bool:
+        """Beats' thread."""
+        return self._serves and self._survival is not None and self._survival.spare(rank, reason)
+
+    def _kill_rank(self, rank: int) -> None:
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self._seats[rank].pidfd, signal.SIGKILL)
 
     def _lost(self, reason: str) -> None:
         """Any thread, once: the end of the replica as a unit."""
@@ -191,6 +213,8 @@ class Replica:
                 return
             self._over = True
         self.kill()
+        if isinstance(self._group, ShmGroup | SurvivingGroup):
+            self._group.abort()  # a step that runs waits for nobody
         if self._serves:
             self._notify(f"a rank of the replica is lost: {reason}")
 

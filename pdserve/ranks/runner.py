@@ -23,6 +23,7 @@ from pdserve.ranks.frames import Frame, Kind, receive, send
 from pdserve.ranks.meeting import RankGroup
 from pdserve.ranks.plans import encode_plan
 from pdserve.ranks.rebalancing import Rebalancing
+from pdserve.ranks.survival import Survival
 from pdserve.ranks.tender import Tender, decode
 from pdserve.sched.plan import StepPlan, StepResult
 
@@ -54,10 +55,14 @@ class ParallelRunner(ModelRunner):
         self._serial = 0
         self.rebalancing: Rebalancing | None = None
         self._tender: Tender | None = None
+        self._survival: Survival | None = None
 
-    def rebalance_with(self, rebalancing: Rebalancing, tender: Tender) -> None:
-        """From now on experts can change their places. tender: rank 0's."""
-        self.rebalancing, self._tender = rebalancing, tender
+    def rebalance_with(
+        self, rebalancing: Rebalancing, tender: Tender, survival: Survival | None = None
+    ) -> None:
+        """From now on experts can change their places. tender: rank 0's. survival: None where a lost rank is
+        the end."""
+        self.rebalancing, self._tender, self._survival = rebalancing, tender, survival
 
     def idle_step(self) -> None:
         """A step that computes nothing, for a rebalance while there are no others. Compute thread. Raises
@@ -66,25 +71,46 @@ class ParallelRunner(ModelRunner):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """As ModelRunner's, on all ranks. Raises WorkerLost, after `on_lost`, when the replica is over: then
-        nothing is known of the step, and nobody may go on."""
+        nothing is known of the step, and nobody may go on. A step that lost a rank which can be spared is
+        computed again."""
+        while True:
+            try:
+                return self._step(plan)
+            except Exception as error:
+                if not self._goes_on(error):
+                    log.exception("a step of several ranks failed")
+                    self._on_lost("a step failed on one of its ranks")
+                    raise WorkerLost("this replica is over; it starts again") from error
+
+    def _goes_on(self, error: Exception) -> bool:
+        """Whether the ranks that are left have begun anew."""
+        if self._survival is None or self.rebalancing is None or not isinstance(error, WorkerLost):
+            return False
+        try:
+            lost, words = self._survival.regroup()
+        except WorkerLost:
+            return False  # two at once: no rank knows any more what the others do
+        self._ranks = tuple(self._survival.ranks.values())
+        for of_rank in words.values():
+            self.rebalancing.hear(of_rank)
+        for rank in sorted(lost):
+            self.rebalancing.lose(rank)
+        return bool(lost)
+
+    def _step(self, plan: StepPlan) -> StepResult:
         self._serial += 1
         serial = SERIAL.pack(self._serial)
-        try:
-            if self.rebalancing is not None:
-                self.rebalancing.before_step()
-            version = 0 if self.rebalancing is None else self.rebalancing.version
-            data = serial + _VERSION.pack(version) + encode_plan(plan)
-            for rank in self._ranks:
-                send(rank, Kind.PLAN, data)
-            result = super().execute(plan)
-            words = [expect_done(receive(rank), serial) for rank in self._ranks]
-            if self.rebalancing is not None and self._tender is not None:
-                told = [self._tender.words(), *(decode(of_rank) for of_rank in words)]
-                self.rebalancing.after_step(told)
-        except Exception as error:
-            log.exception("a step of several ranks failed")
-            self._on_lost("a step failed on one of its ranks")
-            raise WorkerLost("this replica is over; it starts again") from error
+        if self.rebalancing is not None:
+            self.rebalancing.before_step()
+        version = 0 if self.rebalancing is None else self.rebalancing.version
+        data = serial + _VERSION.pack(version) + encode_plan(plan)
+        for rank in self._ranks:
+            send(rank, Kind.PLAN, data)
+        result = super().execute(plan)
+        words = [expect_done(receive(rank), serial) for rank in self._ranks]
+        if self.rebalancing is not None and self._tender is not None:
+            told = [self._tender.words(), *(decode(of_rank) for of_rank in words)]
+            self.rebalancing.after_step(told)
         return result
 
 
@@ -92,6 +118,8 @@ def expect_done(frame: Frame, serial: bytes) -> bytes:
     """What a rank says beside that it is done. Raises what it failed with, or WorkerLost for another word."""
     if frame.kind is Kind.FAILED:
         raise failure(frame)
+    if frame.kind is Kind.ABORTED:
+        raise WorkerLost("a rank of this replica is lost")
     if frame.kind is not Kind.DONE or not frame.body.startswith(serial):
         raise WorkerLost("a rank of this replica is out of step")
     return frame.body[len(serial) :]

@@ -94,6 +94,8 @@ class ExpertKeeper:
             return self._answer("its experts lie on one rank, or it has none")
         if self.busy:
             return self._answer("a rebalance is under way")
+        if self._rebalances.status.lost:
+            return self._answer("it goes on without a rank; experts move again once it is whole")
         self._planning = True
         try:
             proposal = await asyncio.to_thread(self._propose, self._watch.snapshot(now))

@@ -100,6 +100,7 @@ class ExpertWatch:
             loads=self._window.loads(now),
             nodes=table.topology.num_nodes,
             ranks_per_node=table.topology.ranks_per_node,
+            lost_ranks=tuple(sorted(table.topology.lost)),
             slots_per_rank=table.slots_per_rank,
             homes=tuple(
                 tuple(tuple((home.slot, home.share) for home in homes) for homes in experts)

@@ -17,6 +17,7 @@ from kvtransfer.port import RoleDriver
 from pdserve.api import ExpertReport
 from pdserve.kvcache.allocator import PageState
 from pdserve.messages import Report
+from pdserve.parallel.coverage import Coverage
 from pdserve.ranks.rebalancing import OUTCOMES, Rebalancing
 from pdserve.ranks.runner import ParallelRunner
 from pdserve.rpc.convert import WorkerState
@@ -155,12 +156,14 @@ class Serving:
             **{f"rebalances_{name}": status.outcomes.get(name, 0) for name in OUTCOMES},
             "expert_copied_bytes": status.copied_bytes,
             "expert_imbalance": self._imbalance,
+            "lost_ranks": len(status.lost),
         }
 
     def _expert_report(self) -> ExpertReport:
         status = self._keeper.status
         if status is not None:
-            self._experts.moved(status.table)
+            served = Coverage(table=status.table, lost=status.lost)
+            self._experts.moved(served.masked if status.lost else status.table)
         report = self._experts.report(self._driver.loop.time())
         last = "" if status is None else status.last
         return replace(report, rebalancing=self._keeper.busy, last_rebalance=last)

@@ -28,6 +28,7 @@ constexpr long kNapNs = 20 * 1000000L;  // how long a sleeper sleeps before it l
 struct alignas(64) Flag {
     std::atomic<uint32_t> turn;
     std::atomic<uint32_t> sleepers;
+    std::atomic<uint32_t> over;  // nobody will come to this turn any more
 };
 static_assert(sizeof(Flag) == 64, "a cache line each");
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "shared between processes");
@@ -63,7 +64,7 @@ struct Exchange {
         }
         f.sleepers.fetch_add(1);
         bool there;
-        while (!(there = reached(f, t)) && now() < deadline) {
+        while (!(there = reached(f, t)) && !f.over.load() && now() < deadline) {
             const uint32_t seen = f.turn.load();
             const timespec nap{0, kNapNs};
             if (static_cast<int32_t>(seen - t) < 0) syscall(SYS_futex, &f.turn, FUTEX_WAIT, seen, &nap, nullptr, 0);
@@ -160,6 +161,15 @@ template <class T> bool add(Exchange& e, T* x, long count) {
 }
 
 }  // namespace
+
+// From now on nobody waits for a rank: who has to fails as if it were too late.
+PDX_EXPORT void pdx_abort(void* segment, int64_t ranks) {
+    for (long r = 0; r < ranks; r++) {
+        Flag& f = reinterpret_cast<Flag*>(segment)[r];
+        f.over.store(1);
+        syscall(SYS_futex, &f.turn, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    }
+}
 
 // x becomes the sum over all ranks. kind: 0 float32, 1 uint32, 2 uint8. turn: of this rank, kept by the caller
 // between calls. Returns 0, or 1 if a rank did not come in time: then the segment is of no use any more.
