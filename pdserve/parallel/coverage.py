@@ -27,7 +27,10 @@ class Coverage:
 
     def homes(self, layer: int, expert: int) -> tuple[Home, ...]:
         """Homes that are left; the shares of lost ones go to them in proportion. Empty: uncovered."""
-        left = [home for home in self.table.homes(layer, expert) if home.rank not in self.lost]
+        every = self.table.homes(layer, expert)
+        left = [home for home in every if home.rank not in self.lost]
+        if len(left) == len(every):
+            return every
         total = sum(home.share for home in left)
         return tuple(replace(home, share=home.share / total if total > 0 else 1 / len(left)) for home in left)
 
