@@ -91,6 +91,11 @@ def hit_tokens(pair: Pair, tokens: tuple[int, ...]) -> int:
 
 async def hand_over(pair: Pair, want: list[list[int]]) -> None:
     """Prompts that decode has nothing of, then some of which it has the beginning."""
+    async with pair.connected():
+        await _hand_over(pair, want)
+
+
+async def _hand_over(pair: Pair, want: list[list[int]]) -> None:
     for asked, right in ((FIRST, want[: len(FIRST)]), (THEN, want[len(FIRST) :])):
         answers = await pair.generate(asked, NEW_TOKENS)
         assert [tokens for tokens, _ in answers] == right, f"{pair.name}: not the tokens of one device"

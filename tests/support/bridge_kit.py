@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from pdserve.config.worker import WorkerConfig
 from pdserve.messages import Ended
+from pdserve.rpc.channel import open_channel
 from pdserve.types import PeerRef, Role, SamplingParams
 from tests.support import direct as dx
 from tests.support.processes import WorkerProcess
 
 POOL_ROWS = 1920
+LIMIT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,8 @@ def config(role: Role, cut: Cut, model: str, secret: bytes, **settings: Any) -> 
     return WorkerConfig(
         worker_id=f"{role}-{cut}-{secrets.token_hex(2)}", role=role, model=model, fleet_secret=secret.hex(),
         dtype="float32", deterministic=True, num_pages=POOL_ROWS // cut.page_size, prefill_chunk_tokens=64,
-        token_budget=128, threads=1, tp=cut.tp, page_size=cut.page_size, decode_pace_s=0.0, **settings,
+        token_budget=128, threads=1, tp=cut.tp, page_size=cut.page_size, decode_pace_s=0.0, lease_s=60.0,
+        **settings,
     )  # fmt: skip
 
 
@@ -68,16 +73,29 @@ class Pair:
         """A request to this pair."""
         sampling = SamplingParams(max_tokens=num_new, ignore_eos=True)
         return dx.Direct.ask(
-            cast("dx.Direct", self), tokens, sampling=sampling, deadline_s=120.0, tenant=self.name
+            cast("dx.Direct", self), tokens, sampling=sampling, deadline_s=LIMIT_S, tenant=self.name
         )
 
     async def generate(self, prompts: list[tuple[int, ...]], num_new: int) -> list[tuple[list[int], Ended]]:
         """All prompts at once."""
         return list(await asyncio.gather(*(dx.generate(self.ask(tokens, num_new)) for tokens in prompts)))
 
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Both are reached, however long that takes on a machine that is busy with starting workers; calls
+        made meanwhile use these connections."""
+        async with AsyncExitStack() as stack:
+            for peer in (self.p, self.d):
+                channel = await stack.enter_async_context(open_channel(peer.control))
+                await asyncio.wait_for(channel.channel_ready(), LIMIT_S)
+            yield
+
     async def until_idle(self) -> None:
         """Both pools have nothing left that is held, and their books add up."""
         for peer in (self.p, self.d):
             await dx.until(
-                cast("dx.Direct", self), peer, lambda state: state.idle and not state.integrity_problem
+                cast("dx.Direct", self),
+                peer,
+                lambda state: state.idle and not state.integrity_problem,
+                LIMIT_S,
             )
