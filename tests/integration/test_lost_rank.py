@@ -22,6 +22,7 @@ from pdserve.models.loader import load_model
 from pdserve.parallel.expert_files import write_snapshot
 from pdserve.parallel.expert_snapshot import ExpertSnapshot
 from pdserve.parallel.placement_table import Home, Placement, Topology
+from pdserve.ranks import beats
 from pdserve.ranks.children import launch_child
 from pdserve.ranks.replica import Replica
 from pdserve.ranks.runner import ParallelRunner
@@ -31,6 +32,14 @@ from tests.support.parallel_script import NUM_PAGES, PAGE, run_script, script, s
 
 RANKS, SLOTS, EXPERTS = 3, 4, 6
 Model = tuple[str, LoadedModel]
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that a test overloads is no death: silence counts later, here and in the ranks."""
+    monkeypatch.setattr(beats, "SILENT_S", 4.0)
+    monkeypatch.setenv("PDSERVE_TESTING", "1")
+    monkeypatch.setenv("PDSERVE_FAILPOINTS", "rank_silence=set:30")
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from pdserve.models.loaded import LoadedModel
 from pdserve.models.loader import load_model
 from pdserve.parallel.placement import plan
 from pdserve.parallel.placement_table import Placement
+from pdserve.ranks import beats
 from pdserve.ranks.children import launch_child
 from pdserve.ranks.ferry import Ferryman, Job
 from pdserve.ranks.rebalancing import Rebalancing
@@ -39,6 +40,14 @@ Model = tuple[str, LoadedModel]
 def loaded(made: Any, folder: Path) -> Model:
     path = str(tiny_models.save(made, folder))
     return path, load_model(path, "float32")
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that a test overloads is no death: silence counts later, here and in the ranks."""
+    monkeypatch.setattr(beats, "SILENT_S", 4.0)
+    monkeypatch.setenv("PDSERVE_TESTING", "1")
+    monkeypatch.setenv("PDSERVE_FAILPOINTS", "rank_silence=set:30")
 
 
 @pytest.fixture(scope="module")
