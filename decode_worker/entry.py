@@ -127,7 +127,8 @@ class Entry:
         reading = {page for index in self.session.reading for page in spread.lacking(index)}
         pages = {i: p for i, p in enumerate(held.pages) if i >= held.hit_pages and i not in reading}
         proven = range(held.hit_pages, spread.known_pages(self.session.verified_prefix))
-        return Kept(holder=holder, pages=pages, verified={i: held.keys[i] for i in proven})
+        verified = {} if held.foreign else {i: held.keys[i] for i in proven}
+        return Kept(holder=holder, pages=pages, verified=verified)
 
     def doing(self) -> str:
         """What this key does or waits for here, in words."""

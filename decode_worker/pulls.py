@@ -7,7 +7,7 @@ the transports (`decode_worker.reads`).
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decode_worker.entry import Entry
 from kvtransfer.effects import CancelRead, Count, Effect, Relay, StartRead
@@ -68,13 +68,15 @@ class Pulls:
         entry.announced_at = entry.announced_at or now
         entry.pages.announced(announce.index, announce.sealed_s, now)
         spread = entry.spread
-        pages = tuple(entry.held.pages[page] for page in spread.lacking(announce.index))
-        for page in pages:
-            if self._pages.state(page) is PageState.RESERVED:
-                self._pages.fill(page)
-        relay = spread.relay(announce.index, entry.held.pages)
+        lacking = {entry.held.pages[index]: index for index in spread.lacking(announce.index)}
+        new = [page for page in lacking if self._pages.state(page) is PageState.RESERVED]
+        for page in new:
+            self._pages.fill(page)
+        relay, pages = spread.relay(announce.index, entry.held.pages), tuple(lacking)
         parts = range(len(spread.origin.parts))
-        return [self._start(entry, announce, part, peer, pages, relay, now) for part in parts]
+        first, *others = (self._start(entry, announce, part, peer, pages, relay, now) for part in parts)
+        blank = tuple(page for page in new if not spread.covers(lacking[page]))
+        return [replace(first, blank=blank) if blank else first, *others]
 
     def _start(
         self, entry: Entry, announce: Announce, part: int, peer: PeerRef, pages: tuple[int, ...],

@@ -24,6 +24,8 @@ from pdserve.types import PeerRef
 
 log = logging.getLogger(__name__)
 
+ReaderName = tuple[str, int, int, int, str]
+"""Worker, incarnation, pool, rank, layout where it is not ours: a peer may tell anything of each."""
 MAX_READERS = 32
 MAX_GONE = 1024
 
@@ -37,7 +39,7 @@ class Reads:
         self._bridges = Bridges(port.parts.pools, port.parts.context.layout)
         self._staging: dict[tuple[str, int], Staging] = {}
         self._slots: dict[int, tuple[Staging, memoryview]] = {}
-        self._readers: dict[tuple[str, int, int], tuple[str, PageReader]] = {}
+        self._readers: dict[ReaderName, tuple[str, PageReader]] = {}
         self._pending: dict[int, PageReader] = {}
         self._lock = threading.Lock()
         self._done: list[tuple[ReadDone, str]] = []
@@ -49,10 +51,13 @@ class Reads:
 
     def stop(self) -> None:
         """Ends every read; no page is touched when it returns."""
-        for _, reader in self._readers.values():
+        for _, reader in list(self._readers.values()):
             reader.close()
 
     def _start(self, effect: StartRead) -> None:
+        for page in effect.blank:
+            for pool in self._port.parts.pools:
+                pool.zero(page)
         if effect.relay is not None:
             staging = self._staging.setdefault(_name(effect.peer), Staging())
             if staging.waiting or not self._take_slot(effect, staging):
@@ -89,10 +94,14 @@ class Reads:
             digest=effect.digest,
             target=self._own_page(effect) if slot is None else slot,
         )
-        if slot is None:
-            reader.read(request, lambda done: self._ended(done, name))
-        else:
-            reader.read(request, lambda done: self._ended(self._laid(done, effect, slot), name))
+        try:
+            if slot is None:
+                reader.read(request, lambda done: self._ended(done, name))
+            else:
+                reader.read(request, lambda done: self._ended(self._laid(done, effect, slot), name))
+        except ValueError:  # what the peer announced costs its own request only
+            log.exception("a page can not be read")
+            self._ended(ReadDone(read_id=effect.read_id, status=ReadStatus.FAILED), name)
 
     def _own_page(self, effect: StartRead) -> memoryview:
         return self._port.parts.pools[effect.rank].page_view(effect.target_page)
@@ -128,6 +137,8 @@ class Reads:
         if staging is not None and slot is not None:
             staging.give(slot)
             self._read_waiting(staging)
+            if staging.forgotten and not staging.busy:
+                self._staging = {peer: one for peer, one in self._staging.items() if one is not staging}
         stamps = None
         if done.arrived_s is not None and done.verified_s is not None:
             stamps = (done.arrived_s, done.verified_s)
@@ -154,7 +165,7 @@ class Reads:
     def _reader(self, effect: StartRead, pool_id: int) -> tuple[str, PageReader] | None:
         """The reader of a peer's pool, made at first use. None if no transport reaches it."""
         peer = effect.peer
-        name = (peer.worker_id, peer.incarnation, pool_id)
+        name = (*_name(peer), pool_id, effect.rank, effect.relay.layout if effect.relay is not None else "")
         if name in self._readers:
             return self._readers[name]
         parts = self._port.parts
@@ -206,7 +217,7 @@ class Reads:
             if earlier or spare:
                 del self._readers[name]
                 self._port.loop.run_in_executor(None, reader.close)
-        for gone in [name for name in self._staging if name in self._gone]:
+        for gone in [n for n in self._staging if n[0] == peer.worker_id and n != _name(peer)]:
             self._let_go(gone)
         while len(self._gone) > MAX_GONE:
             self._gone.popitem(last=False)
@@ -219,9 +230,11 @@ class Reads:
         self._let_go(_name(peer))
 
     def _let_go(self, peer: tuple[str, int]) -> None:
-        """Its memory goes too, unless a read still uses it."""
-        if peer in self._staging and not self._staging[peer].busy:
-            del self._staging[peer]
+        """Its memory goes too; with its last read if one still uses it."""
+        if peer in self._staging:
+            self._staging[peer].forgotten = True
+            if not self._staging[peer].busy:
+                del self._staging[peer]
 
 
 def _name(peer: PeerRef) -> tuple[str, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from decode_worker.spread import Spread
+from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.plan import Origin, bridged, same
 from kvtransfer.session.guard import RoleContext, cache_salt, sampling_room
 from pdserve.errors import Incompatible
@@ -27,6 +28,7 @@ class Reservation:
     has the tail's too, if there is one. verified: indices beyond the hits that a lower key of this request
     had verified. In local mode no pages are held, unless some were taken over: the scheduler takes them.
     origin: what pages of the prefill worker are; source_keys: the content keys of the prompt in those.
+    foreign: that worker's numerics are not ours, so nothing that builds on its pages has our content keys.
     """
 
     mode: HandoverMode
@@ -41,6 +43,7 @@ class Reservation:
     origin: Origin
     source_keys: tuple[bytes, ...]
     verified: frozenset[int] = frozenset()
+    foreign: bool = False
 
     @property
     def spread(self) -> Spread:
@@ -62,6 +65,8 @@ class Reservation:
         """Whether the announced page is the one our own token ids ask for, with the right number of rows."""
         keys, size = self.source_keys, self.origin.page_size
         if announce.index >= len(keys) or keys[announce.index] != announce.content_key:
+            return False
+        if len(announce.digest) != DIGEST_BYTES * self.origin.num_ranks:
             return False
         return announce.valid_rows == min(size, self.rows - announce.index * size)
 
@@ -109,7 +114,7 @@ def reserve(
     made = Reservation(
         mode=HandoverMode.DISAGGREGATED, pages=hits, num_pages=ctx.num_pages(num_tokens), hit_pages=len(hits),
         full_keys=full, keys=keys, salt=salt, rows=num_tokens, page_size=ctx.page_size, origin=origin,
-        source_keys=_source_keys(ctx, call, origin, keys, salt),
+        source_keys=_source_keys(ctx, call, origin, keys, salt), foreign=_numerics(ctx, call) != ctx.numerics,
     )  # fmt: skip
     old = kept.usable(pages, len(hits)) if kept is not None else {}
     if kept is not None:
@@ -178,6 +183,8 @@ def _with_tail(ctx: RoleContext, call: Reserve, full: tuple[bytes, ...], salt: b
 def _origin(ctx: RoleContext, call: Reserve) -> Origin:
     """What pages the call's prefill worker has. Raises Incompatible."""
     peer = call.prefill
+    if _numerics(ctx, call) != ctx.numerics and ctx.kv_mixing != "relaxed":
+        raise Incompatible("prefill computes pages by other numerics; allow --kv-mixing relaxed, or be alike")
     if peer is None or peer.layout in ("", ctx.layout):
         return same(ctx.page_size, ctx.num_ranks)
     return bridged(peer.layout, ctx.layout)
@@ -187,10 +194,15 @@ def _source_keys(
     ctx: RoleContext, call: Reserve, origin: Origin, keys: tuple[bytes, ...], salt: bytes
 ) -> tuple[bytes, ...]:
     """The content keys that the prefill worker has to announce: of its page size and its numerics."""
-    numerics = (call.prefill.numerics if call.prefill is not None else "") or ctx.numerics
+    numerics = _numerics(ctx, call)
     if (origin.page_size, numerics) == (ctx.page_size, ctx.numerics):
         return keys
     return page_keys(call.token_ids, origin.page_size, salt=salt, model=ctx.model, numerics=numerics)
+
+
+def _numerics(ctx: RoleContext, call: Reserve) -> str:
+    """By which the call's prefill worker computes."""
+    return (call.prefill.numerics if call.prefill is not None else "") or ctx.numerics
 
 
 def _mode(ctx: RoleContext, call: Reserve, uncached: int) -> HandoverMode:

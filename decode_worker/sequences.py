@@ -94,7 +94,7 @@ class Sequences:
         held = entry.held
         for index in range(held.hit_pages, end):
             self._pages.seal(held.pages[index], self._ctx.page_size)
-            if entry.call.use_prefix_cache:
+            if _may_cache(entry):
                 parent = held.full_keys[index - 1] if index else None
                 self._pages.publish(held.pages[index], held.full_keys[index], parent)
 
@@ -104,6 +104,11 @@ class Sequences:
             seq_id=seq_id_of(call.key), kind=SeqKind.FULL, token_ids=tokens,
             num_prompt=len(call.token_ids) - call.num_forced, sampling=call.sampling,
             arrival=entry.arrival, num_computed=num_computed, pages=entry.held.pages,
-            num_shared=num_shared, use_prefix_cache=call.use_prefix_cache, cache_salt=entry.held.salt,
+            num_shared=num_shared, use_prefix_cache=_may_cache(entry), cache_salt=entry.held.salt,
             priority=call.priority,
         )  # fmt: skip
+
+
+def _may_cache(entry: Entry) -> bool:
+    """Whether its pages may go by our content keys."""
+    return entry.call.use_prefix_cache and not entry.held.foreign

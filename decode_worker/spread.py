@@ -66,6 +66,10 @@ class Spread:
         end = min(first + self.page_size, self.rows)
         return range(first // self.origin.page_size, -(-end // self.origin.page_size))
 
+    def covers(self, page: int) -> bool:
+        """Whether their pages have something for every row of ours, beyond the prompt's end too."""
+        return (page + 1) * self.page_size <= self.num_source_pages * self.origin.page_size
+
     def known_pages(self, verified: int) -> int:
         """Our pages, from the first on, that are there when their first `verified` pages are."""
         rows, count = min(verified * self.origin.page_size, self.rows), self.hit_pages

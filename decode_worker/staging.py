@@ -19,9 +19,11 @@ a slow one keeps nobody else waiting."""
 
 
 class Staging:
-    """Slots for one peer's pages, and its reads that wait for one. Control thread only."""
+    """Slots for one peer's pages, and its reads that wait for one. Control thread only. forgotten: the peer
+    is gone."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+        self.forgotten = False
         self.waiting: deque[StartRead] = deque()
         self._limit = limit_bytes
         self._free: dict[int, list[memoryview]] = {}

@@ -76,7 +76,8 @@ class StartRead:
     """Pull one page of the peer's pool into `target_page` of ours, then report ReadDone(read_id).
 
     rank: whose part of the page it is; digest: of that part. num_ranks: of the peer. relay: the page is of
-    another layout; then `target_page` is the first of the pages that it goes to.
+    another layout; then `target_page` is the first of the pages that it goes to. blank: pages of ours to
+    clear before anything else: no page of the peer has all of their rows.
     """
 
     read_id: int
@@ -91,6 +92,7 @@ class StartRead:
     rank: int = 0
     num_ranks: int = 1
     relay: Relay | None = None
+    blank: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -174,7 +174,13 @@ int64_t receive(Pump& pump, int fd, int wake_fd, uint64_t until_ns) {
         }
         taken += static_cast<size_t>(count);
         after(pump);
-        if (pump.num_landed == MAX_LANDED || taken >= MAX_BYTES) return FULL;
+        if (pump.num_landed < MAX_LANDED && taken < MAX_BYTES) continue;
+        // A whole header that came along is looked at now: if it is the last that came, nothing wakes us for it.
+        if (pump.slot == nullptr && pump.have == FRAME_BYTES && !open_page(pump)) {
+            pump.have = pump.begun_ns = 0;
+            return OTHER;
+        }
+        return FULL;
     }
 }
 

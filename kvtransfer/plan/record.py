@@ -15,6 +15,7 @@ from pdserve.errors import Incompatible
 
 VERSION = 1
 MAX_TEXT = 65_536
+MAX_PAGE_SIZE = 1024
 MAX_LAYERS, MAX_HEADS, MAX_RANKS, MAX_SIZE = 4096, 1024, 1024, 65_536
 MAX_HEADS_OF_ALL_RANKS = 16_384
 _FIELDS = ("page_size", "head_dim", "num_kv_heads", "dtype", "inner")
@@ -52,7 +53,7 @@ def _parsed(told: dict[str, Any]) -> ReplicaLayout:
     if not isinstance(told["dtype"], str) or not isinstance(told["inner"], str):
         raise ValueError
     return ReplicaLayout(
-        page_size=_whole(told["page_size"], MAX_SIZE),
+        page_size=_whole(told["page_size"], MAX_PAGE_SIZE),
         head_dim=_whole(told["head_dim"], MAX_SIZE),
         num_kv_heads=_whole(told["num_kv_heads"], MAX_HEADS),
         dtype=told["dtype"],

@@ -18,6 +18,8 @@ from kvtransfer.plan.layout import ReplicaLayout
 from kvtransfer.plan.strides import Loops, Start, fold, fold_all, run, starts, tidy
 from pdserve.errors import Incompatible
 
+MAX_SPAN = 1024
+"""Tokens; a plan's size, and the time of its proof, go with it."""
 PageAt = tuple[int, int]
 """(rank, page of the span)."""
 Held = frozenset[int]
@@ -131,6 +133,11 @@ def _difference(source: ReplicaLayout, target: ReplicaLayout, *, convert: bool) 
     for what, ours, theirs in checks:
         if ours != theirs:
             return f"the {what} differs: {ours} at the source, {theirs} at the target."
+    if math.lcm(source.page_size, target.page_size) > MAX_SPAN:
+        return (
+            f"pages of {source.page_size} and {target.page_size} tokens begin together too seldom; "
+            "use page sizes that are multiples of each other."
+        )
     if source.dtype != target.dtype and not convert:
         return (
             f"the source has {source.dtype} pages and the target {target.dtype}; "

@@ -21,7 +21,7 @@ class RoleContext:
     host_id: equal for workers that share a machine. credit_pages: pages that prefill may have announced
     beyond those that decode has verified. max_gap_s: a longer silence of our own ends this incarnation; 0: L.
     num_ranks: of this replica (protocol.md §8); this is its leader. layout: how its pages are cut, as text
-    (`kvtransfer.plan.record`); empty where that can not be described.
+    (`kvtransfer.plan.record`); empty where that can not be described. kv_mixing: see WorkerConfig.
     """
 
     worker_id: str
@@ -42,6 +42,7 @@ class RoleContext:
     max_gap_s: float = 0.0
     num_ranks: int = 1
     layout: str = ""
+    kv_mixing: str = "strict"
 
     @property
     def gap_s(self) -> float:

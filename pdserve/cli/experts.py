@@ -55,6 +55,9 @@ def ask(router: Router, worker: str) -> list[ExpertSnapshot]:
         if report.rebalancing or report.last_rebalance:
             state = "experts move now" if report.rebalancing else f"last rebalance {report.last_rebalance}"
             print(f"{report.name}: {state}", file=sys.stderr)
+        if report.lost_ranks:
+            lost = ", ".join(str(rank) for rank in report.lost_ranks)
+            print(f"{report.name}: goes on without rank {lost}; start it anew to be whole", file=sys.stderr)
     return [snapshot_from_json(dataclasses.asdict(report)) for report in reports]
 
 

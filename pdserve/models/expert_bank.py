@@ -89,7 +89,11 @@ class ExpertBank:
         """tables: by layer, what the layers were built with. slots: ours."""
         self._layers, self._slots = tuple(layers), slots
         self._held = [self._built(layer.current, homes) for layer, homes in zip(layers, tables, strict=True)]
-        self._free: list[Block] = []
+        self._free = [
+            block
+            for layer, homes in zip(layers, tables, strict=True)
+            for block in self._empty(layer.current, homes)
+        ]
         self._coming: dict[tuple[int, int], Block] = {}
         self.version = 0
 
@@ -185,6 +189,12 @@ class ExpertBank:
             expert: Block(gate_up=experts.gate_up.row(slot - first), down=experts.down.row(slot - first))
             for slot, expert in self._own(homes).items()
         }
+
+    def _empty(self, experts: RankExperts, homes: Homes) -> list[Block]:
+        """Weights that such a layer has in slots without an expert: room for any."""
+        used, first = self._own(homes), self._slots.start
+        rows = (slot - first for slot in self._slots if slot not in used)
+        return [Block(gate_up=experts.gate_up.row(row), down=experts.down.row(row)) for row in rows]
 
     def _find(self, layer: int, expert: int) -> Block:
         held = self._held[layer].get(expert)

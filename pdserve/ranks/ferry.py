@@ -100,7 +100,7 @@ class Ferryman:
                 block, here = start + at, lane + at
                 target, source = (here, block) if job.out else (block, here)
                 ctypes.memmove(target, source, count)
-                checksum = zlib.crc32((ctypes.c_char * count).from_address(target), checksum)
+                checksum = zlib.crc32((ctypes.c_char * count).from_address(block), checksum)
                 if job.given_up.wait(self._wait_s) or self._closed.is_set():
                     return None
             lane += length

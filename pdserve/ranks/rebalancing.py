@@ -60,14 +60,18 @@ LEAST_BYTES_PER_S = 5e6
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebalanceStatus:
     """What a worker tells of its rebalances. outcomes: plans that ended, by how. copied_bytes: of weights
-    that reached their rank. last: the last plan's end in words. lost: ranks
-    that it goes on without."""
+    that reached their rank. last: the last plan's end in words. lost: ranks that it goes on without."""
 
     table: Placement
     outcomes: Mapping[str, int] = field(default_factory=dict)
     copied_bytes: int = 0
     last: str = ""
     lost: frozenset[int] = frozenset()
+
+    @property
+    def served(self) -> Placement:
+        """The table without the homes on ranks that are lost."""
+        return Coverage(table=self.table, lost=self.lost).masked if self.lost else self.table
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,7 +142,8 @@ class Rebalancing:
     def before_step(self) -> None:
         """Sends what ranks are to do before the next plan. Raises WorkerLost."""
         while self._offers:
-            self._feed(self._offers.popleft())
+            self._feed(self._offers[0])
+            self._offers.popleft()  # only now: it is busy all the time
         if self._rebalancer.busy:
             self._feed(Tick())
             self._feed(StepBoundary())

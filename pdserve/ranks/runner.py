@@ -24,7 +24,7 @@ from pdserve.ranks.meeting import RankGroup
 from pdserve.ranks.plans import encode_plan
 from pdserve.ranks.rebalancing import Rebalancing
 from pdserve.ranks.survival import Survival
-from pdserve.ranks.tender import Tender, decode
+from pdserve.ranks.tender import Tender, Word, decode
 from pdserve.sched.plan import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -88,13 +88,14 @@ class ParallelRunner(ModelRunner):
             return False
         try:
             lost, words = self._survival.regroup()
-        except WorkerLost:
-            return False  # two at once: no rank knows any more what the others do
-        self._ranks = tuple(self._survival.ranks.values())
-        for of_rank in words.values():
-            self.rebalancing.hear(of_rank)
-        for rank in sorted(lost):
-            self.rebalancing.lose(rank)
+            self._ranks = tuple(self._survival.ranks.values())
+            for of_rank in words.values():
+                self.rebalancing.hear(of_rank)
+            for rank in sorted(lost):
+                self.rebalancing.lose(rank)
+        except Exception:  # two at once, or experts without a home: whoever waits for this step must be told
+            log.exception("a replica can not go on without a rank")
+            return False
         return bool(lost)
 
     def _step(self, plan: StepPlan) -> StepResult:
@@ -107,11 +108,24 @@ class ParallelRunner(ModelRunner):
         for rank in self._ranks:
             send(rank, Kind.PLAN, data)
         result = super().execute(plan)
-        words = [expect_done(receive(rank), serial) for rank in self._ranks]
+        told = self._all_done(serial)
         if self.rebalancing is not None and self._tender is not None:
-            told = [self._tender.words(), *(decode(of_rank) for of_rank in words)]
-            self.rebalancing.after_step(told)
+            self.rebalancing.after_step([self._tender.words(), *told])
         return result
+
+    def _all_done(self, serial: bytes) -> list[list[Word]]:
+        """Waits until every rank is; what they said beside. What those who are done said counts, even if
+        another one is lost: they say it once."""
+        told: list[list[Word]] = []
+        try:
+            for rank in self._ranks:
+                told.append(decode(expect_done(receive(rank), serial)))
+        except WorkerLost:
+            if self.rebalancing is not None:
+                for of_rank in told:
+                    self.rebalancing.hear(of_rank)
+            raise
+        return told
 
 
 def expect_done(frame: Frame, serial: bytes) -> bytes:

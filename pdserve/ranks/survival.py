@@ -55,11 +55,11 @@ class Survival:
             return False
         log.warning("this replica goes on without a rank: %s", reason)
         self._kill(rank)
+        self._group.abort()  # before the news: who has them makes the next group
         with self._news:
             self._lost = lost
             self._fresh.add(rank)
             self._news.notify_all()
-        self._group.abort()
         return True
 
     @property

@@ -171,11 +171,14 @@ def _context(
         max_gap_s=max(config.lease_s, LEAST_GAP_S),
         num_ranks=config.tp,
         layout=_layout(config, model),
+        kv_mixing=config.kv_mixing,
     )
 
 
 def _layout(config: WorkerConfig, model: LoadedModel) -> str:
     """How our pages are cut over our ranks, as text; empty for pages that can only be taken as they are."""
+    if config.attention_repeated:
+        return ""
     whole = page_layout(model.config, page_size=config.page_size, dtype=config.dtype)
     heads = [shard.kv_heads for shard in shards(model.config, config.tp)]
     try:

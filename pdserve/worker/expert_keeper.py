@@ -96,16 +96,24 @@ class ExpertKeeper:
             return self._answer("a rebalance is under way")
         if self._rebalances.status.lost:
             return self._answer("it goes on without a rank; experts move again once it is whole")
-        self._planning = True
-        try:
-            proposal = await asyncio.to_thread(self._propose, self._watch.snapshot(now))
-        finally:
-            self._planning = False
+        proposal = await self._plan(now)
         if proposal.gain < least_gain:
             return self._answer("there is nothing to gain", proposal)
         self._rebalances.offer(proposal.table, proposal.copies)
         self._asked.set()
         return self._answer("", proposal)
+
+    async def _plan(self, now: float) -> Proposal:
+        """Whoever asked may go away meanwhile: the planner goes on to its end, and there is one at a time."""
+        self._planning = True
+        planner = asyncio.ensure_future(asyncio.to_thread(self._propose, self._watch.snapshot(now)))
+        planner.add_done_callback(self._planned)
+        return await asyncio.shield(planner)
+
+    def _planned(self, planner: asyncio.Future[Proposal]) -> None:
+        self._planning = False
+        if not planner.cancelled():
+            planner.exception()  # seen, also if nobody waits for it any more
 
     def _answer(self, reason: str, proposal: Proposal | None = None) -> RebalanceAnswer:
         return RebalanceAnswer(
@@ -130,7 +138,7 @@ class ExpertKeeper:
                     await self._step()
                 except WorkerLost:
                     return  # the replica is over, and so is this process
-            self._watch.moved(rebalances.status.table)
+            self._watch.moved(rebalances.status.served)
 
     async def _look(self, now: float) -> None:
         if not self._least_gain or self._watch.mean_tokens(now) < LEAST_TOKENS:

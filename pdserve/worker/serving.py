@@ -17,7 +17,6 @@ from kvtransfer.port import RoleDriver
 from pdserve.api import ExpertReport
 from pdserve.kvcache.allocator import PageState
 from pdserve.messages import Report
-from pdserve.parallel.coverage import Coverage
 from pdserve.ranks.rebalancing import OUTCOMES, Rebalancing
 from pdserve.ranks.runner import ParallelRunner
 from pdserve.rpc.convert import WorkerState
@@ -162,8 +161,7 @@ class Serving:
     def _expert_report(self) -> ExpertReport:
         status = self._keeper.status
         if status is not None:
-            served = Coverage(table=status.table, lost=status.lost)
-            self._experts.moved(served.masked if status.lost else status.table)
+            self._experts.moved(status.served)
         report = self._experts.report(self._driver.loop.time())
         last = "" if status is None else status.last
         return replace(report, rebalancing=self._keeper.busy, last_rebalance=last)

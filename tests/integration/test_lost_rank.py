@@ -8,9 +8,12 @@ from __future__ import annotations
 import dataclasses
 import queue
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import psutil
 import pytest
@@ -24,8 +27,11 @@ from pdserve.parallel.expert_snapshot import ExpertSnapshot
 from pdserve.parallel.placement_table import Home, Placement, Topology
 from pdserve.ranks import beats
 from pdserve.ranks.children import launch_child
+from pdserve.ranks.frames import Kind, send
+from pdserve.ranks.rebalancing import Rebalancing
 from pdserve.ranks.replica import Replica
 from pdserve.ranks.runner import ParallelRunner
+from pdserve.ranks.tender import encode
 from pdserve.types import Role
 from tests.support import tiny_models, tiny_moe
 from tests.support.parallel_script import NUM_PAGES, PAGE, run_script, script, script_runner
@@ -108,12 +114,53 @@ def test_it_goes_on_with_the_same_tokens_where_experts_have_replicas(
         assert runner.rebalancing.status.lost
         assert not runner.rebalancing.busy
         ranks[0].wait(10)  # a stopped one too
-        assert [runner.execute(plan).tokens for plan in script(runner.config.vocab_size)] == expected
+        assert run(runner) == expected
         assert lost.empty()
         ranks[1].kill()  # now experts have no home left
         assert "ended" in lost.get(timeout=10)
         with pytest.raises(WorkerLost):
             runner.execute(next(script(runner.config.vocab_size)))
+
+
+def run(runner: ParallelRunner) -> list[object]:
+    """All of the script; the tokens of its steps."""
+    return [runner.execute(plan).tokens for plan in script(runner.config.vocab_size)]
+
+
+def test_whoever_waits_is_told_if_it_can_not_go_on(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table may have come meanwhile that needs the rank."""
+
+    def needed(rank: int) -> None:
+        raise WorkerLost("experts without a home")
+
+    placement = everywhere_twice(model[1].config.num_layers, tmp_path / "placement.json")
+    with serving(model, tmp_path, placement) as (runner, ranks, lost):
+        monkeypatch.setattr(runner.rebalancing, "lose", needed)
+        ranks[0].kill()
+        with pytest.raises(WorkerLost):
+            run(runner)
+        assert "a step failed" in lost.get(timeout=10)
+
+
+def test_what_ranks_said_before_another_was_lost_counts() -> None:
+    """They say it once; unheard, a copy would be under way for ever."""
+    word = {"word": "given", "copy": 1, "sum": 5}
+    pairs = [socket.socketpair() for _ in range(2)]
+    runner = ParallelRunner.__new__(ParallelRunner)
+    runner._ranks = tuple(ours for ours, _ in pairs)
+    heard: list[object] = []
+    runner.rebalancing = cast(Rebalancing, SimpleNamespace(hear=heard.extend))
+    serial = (7).to_bytes(8, "little")
+    send(pairs[0][1], Kind.DONE, serial + encode([word]))
+    pairs[1][1].close()
+    with pytest.raises(WorkerLost):
+        runner._all_done(serial)
+    assert heard == [word]
+    for ours, theirs in pairs:
+        ours.close()
+        theirs.close()
 
 
 def test_without_replicas_it_is_over(model: Model, tmp_path: Path) -> None:

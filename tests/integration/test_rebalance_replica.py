@@ -146,9 +146,17 @@ def damaged(ferryman: Ferryman, job: Job) -> int | None:
     return checksum if job.out or checksum is None else checksum ^ 1
 
 
+def spilt(ferryman: Ferryman, job: Job) -> int | None:
+    """What went out is not what the source has."""
+    checksum = COPY(ferryman, job)
+    if job.out:
+        ctypes.memset(job.lane, 0x3F, 1)
+    return checksum
+
+
 @pytest.mark.parametrize(
     ("copy", "outcome", "idle"), [(spoiled, "rolled_back", True), (spoiled, "rolled_back", False),
-                                  (damaged, "copy_failed", False)],
+                                  (damaged, "copy_failed", False), (spilt, "copy_failed", False)],
 )  # fmt: skip
 def test_weights_that_are_not_what_they_should_be_never_serve(
     mixtral: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy: Any, outcome: str, idle: bool
@@ -159,7 +167,9 @@ def test_weights_that_are_not_what_they_should_be_never_serve(
     with serving(*mixtral, tmp_path) as runner:
         rebalancing = rebalancing_of(runner)
         wanted = target(rebalancing.status.table, 1)
-        assert any(c.rank == 0 for c in wanted.copies_from(rebalancing.status.table))
+        copies = wanted.copies_from(rebalancing.status.table)
+        assert any(c.rank == 0 for c in copies)
+        assert any(c.source == 0 for c in copies)
         rebalancing.offer(wanted)
         if idle:
             idle_until_done(runner)

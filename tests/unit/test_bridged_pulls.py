@@ -164,8 +164,50 @@ def test_a_peer_that_can_not_be_bridged_is_refused_and_nothing_is_held(peer_layo
     assert pages.idle
 
 
+@pytest.mark.parametrize("digest", [b"", bytes(16), bytes(31), bytes(33), bytes(48)])
+def test_a_digest_of_another_number_of_ranks_is_no_page_of_ours(digest: bytes) -> None:
+    """It would be found out of shape when all of them are digested, with nobody there to blame."""
+    entry = taken(PageManager(64, 7), 30)
+    assert entry.held.expects(announce(entry, 0))
+    assert not entry.held.expects(replace(announce(entry, 0), digest=digest))
+
+
+def test_the_end_of_a_page_that_no_page_of_theirs_reaches_is_cleared_first() -> None:
+    pages = PageManager(64, 7)
+    ctx = replace(CTX, page_size=16, layout=layout(16, 1))
+    held = reserve(ctx, pages, call(20), "D:r")
+    assert isinstance(held, Reservation)
+    assert [held.spread.covers(page) for page in range(2)] == [True, False]
+    entry = taken(pages, 30)
+    assert not [read.blank for read in pull(Pulls(CTX, pages), entry, 3) if read.blank], "theirs are larger"
+
+
+def test_pages_of_other_numerics_are_refused_unless_mixing_is_relaxed() -> None:
+    pages, foreign = PageManager(64, 7), call(30, replace(PEER, numerics="other"))
+    answer = reserve(CTX, pages, foreign, "D:r")
+    assert isinstance(answer, Refused)
+    assert answer.reason is Refusal.INCOMPATIBLE
+    assert pages.idle
+
+
+def test_pages_of_other_numerics_never_go_by_our_keys() -> None:
+    """Neither into the cache nor to a higher key of the request, whose prefill worker may be like us."""
+    pages, relaxed = PageManager(64, 7), replace(CTX, kv_mixing="relaxed")
+    held = reserve(relaxed, pages, call(30, replace(PEER, layout="", numerics="other")), "D:r")
+    assert isinstance(held, Reservation)
+    assert held.foreign
+    others = PageManager(64, 7)
+    entry, pulls = taken(others, 30), Pulls(CTX, others)
+    finish(pulls, entry, pull(pulls, entry, 0))
+    entry.held = replace(entry.held, foreign=True)
+    kept = entry.kept(Holder(HolderKind.REQUEST, "D:r"))
+    assert kept is not None
+    assert not kept.verified
+
+
 def test_pages_of_other_numerics_have_the_keys_of_those() -> None:
-    held = reserve(CTX, PageManager(64, 7), call(30, replace(PEER, layout="", numerics="other")), "D:r")
+    relaxed = replace(CTX, kv_mixing="relaxed")
+    held = reserve(relaxed, PageManager(64, 7), call(30, replace(PEER, layout="", numerics="other")), "D:r")
     assert isinstance(held, Reservation)
     assert held.source_keys == page_keys(
         tuple(range(30)), 4, salt=cache_salt("t"), model="m", numerics="other"

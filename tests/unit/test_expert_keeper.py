@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
@@ -112,6 +113,30 @@ async def test_a_plan_that_fails_is_no_end() -> None:
     with pytest.raises(InternalError):
         await kept.rebalance(1.0)
     assert not kept.busy
+
+
+async def test_whoever_asks_and_goes_away_leaves_one_planner() -> None:
+    """Its plan comes to nothing, and there is no second one beside it."""
+    begun, end = threading.Event(), threading.Event()
+
+    def slow(snapshot: ExpertSnapshot) -> Proposal:
+        begun.set()
+        assert end.wait(20)
+        return propose(snapshot)
+
+    ranks = Ranks()
+    kept = ExpertKeeper("w", loaded(), ranks, ranks.step, least_gain=0.0, propose=slow)
+    asked = asyncio.create_task(kept.rebalance(1.0))
+    await asyncio.to_thread(begun.wait, 20)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    assert (await kept.rebalance(1.0)).reason == "a rebalance is under way"
+    end.set()
+    async with asyncio.timeout(20):
+        while kept.busy:
+            await asyncio.to_thread(end.wait)
+    assert not ranks.busy
+    assert (await kept.rebalance(1.0)).started
 
 
 def test_a_process_of_its_own_plans_the_same() -> None:

@@ -91,6 +91,16 @@ def test_one_call_gives_no_more_than_a_bounded_number_of_pages() -> None:
         assert counts == [64, 128, 192, 200, 200]
 
 
+def test_a_frame_that_came_with_the_last_page_of_a_call_is_not_left_lying() -> None:
+    """Nothing more comes, so nothing would wake the reader for it."""
+    with bench(1, 64) as b:
+        b.there.sendall(
+            b"".join(b.page(number, b"x") for number in range(64)) + pack(Kind.STALE, sequence=77)
+        )
+        assert b.pump.pump() == Frame(kind=Kind.STALE, sequence=77)
+        assert len(b.landed) == 64
+
+
 # ---- what breaks the rules ---------------------------------------------------------------------------
 
 BROKEN = {

@@ -84,6 +84,7 @@ def test_what_is_no_layout(change: dict[str, Any], words: str) -> None:
         ({"dtype": "bfloat16"}, "allow converting pages"),
         ({"layers": (FULL, LayerKind(window=8))}, "layer 1 has window 0 at the source and 8"),
         ({"inner": "k[h,d/4,s,4] v[h,s/3,d,3]", "page_size": 48}, "cut through the tiles"),
+        ({"inner": "k[s,h,d] v[s,h,d]", "page_size": 1021}, "begin together too seldom"),
     ],
 )
 def test_what_can_not_be_bridged_is_said_in_words(change: dict[str, Any], words: str) -> None:

@@ -44,6 +44,7 @@ def test_many_equal_layers_are_few_characters() -> None:
         {"page_size": 0},
         {"page_size": True},
         {"page_size": 10**9},
+        {"page_size": 1025},
         {"head_dim": "4"},
         {"num_kv_heads": 1.0},
         {"dtype": 4},

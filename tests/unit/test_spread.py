@@ -82,3 +82,11 @@ def test_equal_pages_are_taken_as_they_are() -> None:
     spread = Spread(origin=Origin(page_size=4), rows=10, page_size=4, hit_pages=1)
     assert spread.relay(1, (7, 8, 9)) is None
     assert (spread.source_hits, spread.num_source_pages, spread.lacking(2)) == (1, 3, (2,))
+
+
+@given(spreads())
+def test_covered_is_a_page_whose_every_row_is_in_a_page_of_theirs(spread: Spread) -> None:
+    theirs = set(range(spread.num_source_pages * spread.origin.page_size))
+    for page in range(-(-spread.rows // spread.page_size)):
+        rows = range(page * spread.page_size, (page + 1) * spread.page_size)
+        assert spread.covers(page) == theirs.issuperset(rows)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -92,13 +92,16 @@ class Kit:
         self.ended.append((read_id, status))
         return []
 
-    def start(self, read_id: int, rank: int = 0, peer: PeerRef = PEER, **relay: Any) -> None:
+    def start(
+        self, read_id: int, rank: int = 0, peer: PeerRef = PEER, *, pool_id: int = 9,
+        blank: tuple[int, ...] = (), **relay: Any,
+    ) -> None:  # fmt: skip
         told: dict[str, Any] = {"span_page": 0, "num_tokens": 4, "targets": ((0, 3), (1, 6)), **relay}
         self.handlers[StartRead](
             StartRead(
                 read_id=read_id, peer=peer, key=KEY, ticket=b"t", index=0, valid_rows=4, digest=b"d",
-                source=PageName(pool_id=9, page=1, generation=0), target_page=3, rank=rank, num_ranks=2,
-                relay=Relay(layout=peer.layout, **told),
+                source=PageName(pool_id=pool_id, page=1, generation=0), target_page=3, rank=rank, num_ranks=2,
+                relay=Relay(layout=peer.layout, **told), blank=blank,
             )
         )  # fmt: skip
 
@@ -181,3 +184,28 @@ def test_a_worker_that_is_over_leaves_no_memory(kit: Kit) -> None:
     kit.readers["one"].end(1, 1.0)
     kit.reads.forget(PEER)
     assert kit.reads._staging == {}
+
+
+def test_a_worker_that_is_over_in_the_midst_of_a_read_leaves_no_memory_after_it(kit: Kit) -> None:
+    kit.start(1)
+    kit.reads.forget(PEER)
+    assert kit.reads._staging
+    kit.readers["one"].end(1, status=ReadStatus.FAILED)
+    assert kit.reads._staging == {}
+
+
+def test_pools_that_a_peer_makes_up_share_no_reader(kit: Kit) -> None:
+    """By the right numbers one rank's pool has the id that another's has elsewhere."""
+    kit.start(1, rank=0)
+    kit.start(2, rank=1)
+    shifted = (9 - rank_pool_id(0, 1)) % 2**64
+    kit.start(3, rank=1, pool_id=shifted)
+    configs = [cast(Reader, reader).config for _, reader in kit.reads._readers.values()]
+    assert [(config.pool_id, config.shard) for config in configs] == [(9, 0), (rank_pool_id(9, 1), 1), (9, 1)]
+
+
+def test_what_no_page_of_theirs_reaches_is_cleared(kit: Kit) -> None:
+    kit.pool.storage.fill_(1)
+    kit.start(1, blank=(6,))
+    assert kit.rows(3).any()
+    assert not kit.rows(6).any()

@@ -197,6 +197,7 @@ def paged_attention_decode(
     assert heads % pages.num_kv_heads == 0
     assert block_tables_BP.dtype is torch.int32
     assert context_lens_B.dtype is torch.int32
+    assert not pages.paired or pages.page_size % 2 == 0, "rows of a pair lie in one word"
     q_BHD, block_tables_BP = q_BHD.contiguous(), block_tables_BP.contiguous()
     max_pages = block_tables_BP.shape[1]
     num_parts = triton.cdiv(max_pages * pages.page_size, PART)
