@@ -118,8 +118,6 @@ class WorkerConfig:
             raise ConfigError("token_budget: must be at least prefill_chunk_tokens")
         if self.expert_placement and self.tp == 1:
             raise ConfigError("expert_placement: a worker of one rank has all experts; give it more ranks")
-        if self.expert_slots and self.tp == 1:
-            raise ConfigError("expert_slots: a worker of one rank has all experts; give it more ranks")
         if self.tp > 1 and self.role is not Role.AGGREGATED and "nixl" in self.transports:
             raise ConfigError(f"transports: {NO_NIXL}")
         if self.attention_repeated and (self.rank_exchange, self.role) != ("shm", Role.AGGREGATED):

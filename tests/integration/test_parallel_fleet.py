@@ -6,7 +6,6 @@ The model has the default one's widths and heads with fewer layers; the oracle i
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -26,8 +25,6 @@ from tests.support.engine_driver import EngineDriver, generate
 LIMIT_S = 60.0
 PROMPTS = {"a": [7 * i % 250 for i in range(1, 90)], "b": [11 * i % 250 for i in range(1, 60)]}
 LENGTH = 120
-PATIENT = {"PDSERVE_TESTING": "1", "PDSERVE_FAILPOINTS": "rank_silence=set:10"}
-"""A machine that a test overloads is no death."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +51,7 @@ def up(model: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             "--model", str(model), "--dtype", "float32", "--deterministic", "--kv-memory", "32MiB",
             "--prefill-chunk-tokens", "64", *flags,
         ],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **PATIENT},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     tree: list[psutil.Process] = []
     try:
