@@ -14,6 +14,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
@@ -174,6 +175,7 @@ def _leave(before: set[int]) -> None:
 
 
 def _disconnect() -> None:
-    import ray
-
-    ray.shutdown()
+    """If Ray was imported: a signal may end its import, which can not be begun again in this process."""
+    ray = sys.modules.get("ray")
+    if ray is not None:
+        ray.shutdown()

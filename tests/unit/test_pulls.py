@@ -55,7 +55,7 @@ class Kit:
         """Read id and target page of one page's pull."""
         announce = Announce(
             key=self.entry.session.key, index=index, page=PageName(pool_id=1, page=index, generation=1),
-            valid_rows=4, content_key=self.entry.held.keys[index], digest=b"",
+            valid_rows=4, content_key=self.entry.held.keys[index], digest=bytes(16),
         )  # fmt: skip
         (effect,) = self.pulls.start(self.entry, announce, now)
         assert isinstance(effect, StartRead)
