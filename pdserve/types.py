@@ -154,6 +154,10 @@ class PageAges:
     counts: tuple[int, ...]
 
 
+REBALANCE_OUTCOMES = ("done", "rejected", "rolled_back", "copy_failed")
+"""How a placement of experts can end; WorkerLoad counts each."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     """A worker's state as its heartbeat tells it. Pages by state; tokens outstanding; sequences.

@@ -12,14 +12,13 @@ from prometheus_client.registry import Collector
 from pdserve.errors import BY_LABEL, ConfigError
 from pdserve.obs.ledger import path_seconds
 from pdserve.obs.metrics import PAGE_STATES
-from pdserve.types import AGE_LIMITS_S, FinishReason, Ledger, Phase, Role, UsedState
+from pdserve.types import AGE_LIMITS_S, REBALANCE_OUTCOMES, FinishReason, Ledger, Phase, Role, UsedState
 from router.membership import Member
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
 _SHORT = (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.25, 0.5, 1.0)
 _PHASE_SECONDS = (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, *_SECONDS[4:])
-REBALANCES = ("done", "rejected", "rolled_back", "copy_failed")
 OUTCOMES = frozenset([*FinishReason, *BY_LABEL])
 
 
@@ -211,7 +210,7 @@ def _experts(members: list[Member]) -> Iterator[GaugeMetricFamily]:
     )
     for role in Role:
         loads = [member.load for member in members if member.record.role is role]
-        for outcome in REBALANCES:
+        for outcome in REBALANCE_OUTCOMES:
             moves.add_metric([role, outcome], sum(getattr(load, f"rebalances_{outcome}") for load in loads))
         copied.add_metric([role], sum(load.expert_copied_bytes for load in loads))
         lost.add_metric([role], sum(load.lost_ranks for load in loads))

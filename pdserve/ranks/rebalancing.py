@@ -44,8 +44,6 @@ from pdserve.ranks.frames import Kind, send
 from pdserve.ranks.tender import Order, Tender, Word, encode
 
 log = logging.getLogger(__name__)
-OUTCOMES = ("done", "rejected", "rolled_back", "copy_failed")
-"""How a plan can end here."""
 LANES = 2
 """Copies at once: one leaves its source while another reaches its target."""
 WAVE_LAYERS = 1

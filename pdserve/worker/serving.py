@@ -17,13 +17,13 @@ from kvtransfer.port import RoleDriver
 from pdserve.api import ExpertReport
 from pdserve.kvcache.allocator import PageState
 from pdserve.messages import Report
-from pdserve.ranks.rebalancing import OUTCOMES, Rebalancing
+from pdserve.ranks.rebalancing import Rebalancing
 from pdserve.ranks.runner import ParallelRunner
 from pdserve.rpc.convert import WorkerState
 from pdserve.rpc.fleet_auth import FleetGuard
 from pdserve.rpc.server import RpcServer, ServerOptions, is_loopback
 from pdserve.rpc.v1 import cluster_pb2_grpc
-from pdserve.types import Key, PeerRef, WorkerLoad, WorkerRecord
+from pdserve.types import REBALANCE_OUTCOMES, Key, PeerRef, WorkerLoad, WorkerRecord
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.driver import Driver
 from pdserve.worker.engine import Engine
@@ -152,7 +152,7 @@ class Serving:
         if not self._imbalance or now >= self._imbalance_at + IMBALANCE_EVERY_S:
             self._imbalance, self._imbalance_at = self._experts.imbalance(now), now
         return {
-            **{f"rebalances_{name}": status.outcomes.get(name, 0) for name in OUTCOMES},
+            **{f"rebalances_{name}": status.outcomes.get(name, 0) for name in REBALANCE_OUTCOMES},
             "expert_copied_bytes": status.copied_bytes,
             "expert_imbalance": self._imbalance,
             "lost_ranks": len(status.lost),
