@@ -7,6 +7,8 @@ not: how codes are chosen (`rounding` and the schemes), files' layouts (`formats
 A weight is `(code - zero) * scale`, one scale (and zero) for each output and group of inputs. Codes are
 signed: -128 to 127 at 8 bits, -8 to 7 at 4 bits, one code a byte. Groups are of `group_size` inputs in
 order, the last one may be shorter; `group_size` 0 is one group over all inputs (a scale for each output).
+GGUF's Q4_1 has a real minimum in place of a zero: `code * scale + minimum`. A kernel need not tell apart:
+for both the weight is `code * scale + shift` (`QuantWeight.shift`).
 
 Activations are quantised to symmetric signed 8 bits, codes -127 to 127, by a rule that a kernel can repeat
 bit for bit in float32 (`quantise_rows`):
@@ -78,7 +80,8 @@ def num_groups(num_in: int, group_size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantWeight:
-    """codes_NK: int8. scale_NG: float32, finite. zero_NG: int8, or None for symmetric. bits: 4 or 8.
+    """codes_NK: int8. scale_NG: float32, finite. zero_NG: int8, minimum_NG: float32; one of them, or neither
+    for symmetric. bits: 4 or 8.
 
     Raises ModelError for types, shapes or codes that do not fit together.
     """
@@ -86,6 +89,7 @@ class QuantWeight:
     codes_NK: torch.Tensor
     scale_NG: torch.Tensor
     zero_NG: torch.Tensor | None = None
+    minimum_NG: torch.Tensor | None = None
     bits: int
     group_size: int = 0
     activation: Activation = NO_ACTIVATION
@@ -108,6 +112,13 @@ class QuantWeight:
             raise ModelError("A quantised weight has scales that are not numbers; the file is damaged.")
         if self.zero_NG is not None and (self.zero_NG.dtype is not torch.int8 or self.zero_NG.shape != shape):
             raise ModelError("The zeros of a quantised weight are int8, one for each output and group.")
+        least = self.minimum_NG
+        if least is None:
+            return
+        if least.dtype is not torch.float32 or least.shape != shape or self.zero_NG is not None:
+            raise ModelError("The minima of a quantised weight are float32, in place of zeros.")
+        if not bool(least.isfinite().all()):
+            raise ModelError("A quantised weight has minima that are not numbers; the file is damaged.")
 
     @property
     def num_out(self) -> int:
@@ -121,22 +132,37 @@ class QuantWeight:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of codes, scales (16 bits each) and zeros as a file or a kernel stores them."""
+        """Bytes of codes, scales and minima (16 bits each) and zeros as a file or a kernel stores them."""
         zeros = 0 if self.zero_NG is None else self.zero_NG.numel() * self.bits
-        return (self.codes_NK.numel() * self.bits + self.scale_NG.numel() * 16 + zeros) // 8
+        minima = 0 if self.minimum_NG is None else self.minimum_NG.numel() * 16
+        return (self.codes_NK.numel() * self.bits + self.scale_NG.numel() * 16 + zeros + minima) // 8
+
+    def shift(self) -> torch.Tensor | None:
+        """[N, G] float32; weight = code * scale + shift, for zeros and minima alike. None for symmetric."""
+        if self.zero_NG is None:
+            return self.minimum_NG
+        return -self.zero_NG.to(torch.float32) * self.scale_NG
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The plain [N, K] weight."""
         codes_NK = self.codes_NK.to(torch.float32)
         if self.zero_NG is not None:
             codes_NK = codes_NK - spread(self.zero_NG.to(torch.float32), self.num_in, self.group_size)
-        return (codes_NK * spread(self.scale_NG, self.num_in, self.group_size)).to(dtype)
+        plain_NK = codes_NK * spread(self.scale_NG, self.num_in, self.group_size)
+        if self.minimum_NG is not None:
+            plain_NK = plain_NK + spread(self.minimum_NG, self.num_in, self.group_size)
+        return plain_NK.to(dtype)
 
-    def rows(self, start: int, stop: int) -> QuantWeight:
-        """The outputs from start to stop, as a weight of their own."""
-        zero_NG = None if self.zero_NG is None else self.zero_NG[start:stop]
+    def rows(self, index: slice | torch.Tensor) -> QuantWeight:
+        """The outputs that a slice or a list of indices (int64) picks, as a weight of their own."""
+        zero_NG = None if self.zero_NG is None else self.zero_NG[index]
+        minimum_NG = None if self.minimum_NG is None else self.minimum_NG[index]
         return replace(
-            self, codes_NK=self.codes_NK[start:stop], scale_NG=self.scale_NG[start:stop], zero_NG=zero_NG
+            self,
+            codes_NK=self.codes_NK[index],
+            scale_NG=self.scale_NG[index],
+            zero_NG=zero_NG,
+            minimum_NG=minimum_NG,
         )
 
     def with_activation(self, activation: Activation) -> QuantWeight:
@@ -150,16 +176,26 @@ def stacked(parts: Sequence[QuantWeight]) -> QuantWeight:
     Raises ModelError if they differ in form: callers keep them apart or dequantise.
     """
     first = parts[0]
-    kinds = {(p.bits, p.group_size, p.activation, p.num_in, p.zero_NG is None) for p in parts}
+    kinds = {_form(p) for p in parts}
     if len(kinds) > 1:
         raise ModelError("Weights that share an input are quantised in different forms.")
     zeros = [p.zero_NG for p in parts if p.zero_NG is not None]
+    minima = [p.minimum_NG for p in parts if p.minimum_NG is not None]
     return replace(
         first,
         codes_NK=torch.cat([p.codes_NK for p in parts]),
         scale_NG=torch.cat([p.scale_NG for p in parts]),
         zero_NG=torch.cat(zeros) if zeros else None,
+        minimum_NG=torch.cat(minima) if minima else None,
     )
+
+
+def _form(weight: QuantWeight) -> tuple[object, ...]:
+    """What weights must share to be stacked."""
+    return (
+        weight.bits, weight.group_size, weight.activation, weight.num_in,
+        weight.zero_NG is None, weight.minimum_NG is None,
+    )  # fmt: skip
 
 
 def spread(values_NG: torch.Tensor, num_in: int, group_size: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from pdserve.quant.forms import (
     linear_reference,
     num_groups,
     quantise_rows,
+    spread,
     stacked,
 )
 
@@ -58,6 +60,18 @@ def test_a_weight_is_code_less_zero_times_scale(
             assert plain[n, i].item() == expected
 
 
+@given(kind=st.sampled_from(["none", "zeros", "minima"]), group_size=st.sampled_from([0, 16, 32]))
+def test_a_weight_is_code_times_scale_plus_shift(kind: str, group_size: int) -> None:
+    q = weight(3, 40, bits=4, group_size=group_size, zeros=kind == "zeros")
+    if kind == "minima":
+        q = replace(q, minimum_NG=torch.randn(q.scale_NG.shape))
+    shift = torch.zeros_like(q.scale_NG) if q.shift() is None else q.shift()
+    wide = [spread(values, 40, group_size) for values in (q.scale_NG, shift)]
+    torch.testing.assert_close(q.dequantise(), q.codes_NK * wide[0] + wide[1])
+    assert (q.shift() is None) == (kind == "none")
+    torch.testing.assert_close(q.rows(torch.tensor([2, 0])).dequantise(), q.dequantise()[[2, 0]])
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -72,6 +86,9 @@ def test_a_weight_is_code_less_zero_times_scale(
         {"zero_NG": torch.zeros(6, 2, dtype=torch.int8)},
         {"zero_NG": torch.zeros(6, 1)},
         {"group_size": 32},
+        {"minimum_NG": torch.zeros(6, 2)},
+        {"minimum_NG": torch.full((6, 1), math.inf)},
+        {"minimum_NG": torch.zeros(6, 1), "zero_NG": torch.zeros(6, 1, dtype=torch.int8)},
     ],
 )
 def test_what_does_not_fit_together_is_refused(changed: dict[str, object]) -> None:
@@ -146,7 +163,7 @@ def test_stacked_weights_give_the_outputs_of_their_parts() -> None:
     torch.testing.assert_close(
         linear_reference(x, whole), torch.cat([linear_reference(x, p) for p in parts], dim=1)
     )
-    torch.testing.assert_close(whole.rows(3, 8).dequantise(), parts[1].dequantise())
+    torch.testing.assert_close(whole.rows(slice(3, 8)).dequantise(), parts[1].dequantise())
     with pytest.raises(ModelError):
         stacked([parts[0], weight(3, group_size=32)])
 
