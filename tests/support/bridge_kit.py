@@ -13,9 +13,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from pdserve.api import ExpertReport
 from pdserve.config.worker import WorkerConfig
 from pdserve.messages import Ended
+from pdserve.rpc import convert
 from pdserve.rpc.channel import open_channel
+from pdserve.rpc.fleet_auth import authenticated
+from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc
 from pdserve.types import PeerRef, Role, SamplingParams
 from tests.support import direct as dx
 from tests.support.processes import WorkerProcess
@@ -99,3 +103,11 @@ class Pair:
                 lambda state: state.idle and not state.integrity_problem,
                 LIMIT_S,
             )
+
+
+async def experts_of(peer: PeerRef, secret: bytes) -> ExpertReport:
+    """Where a worker's experts lie, and what they have had to do, as it tells a router."""
+    async with open_channel(peer.control) as channel:
+        stub = authenticated(cluster_pb2_grpc.WorkerServiceStub(channel), secret)
+        answer = await stub.GetWorkerExperts(cluster_pb2.GetWorkerExpertsRequest(), timeout=LIMIT_S)
+    return convert.expert_report_from_pb(answer.report)
