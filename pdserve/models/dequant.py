@@ -27,12 +27,12 @@ SUPPORTED = frozenset(kind for kind in Kind if kind.name in _NAMES.split())
 """Every type that gguf 0.19 can dequantise."""
 
 
-def _half(blocks_NB: torch.Tensor, at: int) -> torch.Tensor:
+def half_at(blocks_NB: torch.Tensor, at: int) -> torch.Tensor:
     """The float16 at byte `at` of each block, as float32 [N, 1]."""
     return blocks_NB[:, at : at + 2].contiguous().view(torch.float16).to(torch.float32)
 
 
-def _nibbles(blocks_NB: torch.Tensor, at: int) -> torch.Tensor:
+def nibbles_at(blocks_NB: torch.Tensor, at: int) -> torch.Tensor:
     """32 four-bit numbers [N, 32] from 16 bytes: low halves first, then high halves."""
     packed = blocks_NB[:, at : at + 16]
     return torch.cat([packed & 15, packed >> 4], dim=1)
@@ -46,23 +46,23 @@ def _fifth_bits(blocks_NB: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def _q4_0(b: torch.Tensor) -> torch.Tensor:
-    return _half(b, 0) * (_nibbles(b, 2).to(torch.float32) - 8)
+    return half_at(b, 0) * (nibbles_at(b, 2).to(torch.float32) - 8)
 
 
 def _q4_1(b: torch.Tensor) -> torch.Tensor:
-    return (_nibbles(b, 4).to(torch.float32) * _half(b, 0)).add_(_half(b, 2))
+    return (nibbles_at(b, 4).to(torch.float32) * half_at(b, 0)).add_(half_at(b, 2))
 
 
 def _q5_0(b: torch.Tensor) -> torch.Tensor:
-    return _half(b, 0) * ((_nibbles(b, 6) | _fifth_bits(b, 2)).to(torch.float32) - 16)
+    return half_at(b, 0) * ((nibbles_at(b, 6) | _fifth_bits(b, 2)).to(torch.float32) - 16)
 
 
 def _q5_1(b: torch.Tensor) -> torch.Tensor:
-    return (_half(b, 0) * (_nibbles(b, 8) | _fifth_bits(b, 4)).to(torch.float32)).add_(_half(b, 2))
+    return (half_at(b, 0) * (nibbles_at(b, 8) | _fifth_bits(b, 4)).to(torch.float32)).add_(half_at(b, 2))
 
 
 def _q8_0(b: torch.Tensor) -> torch.Tensor:
-    return b[:, 2:].view(torch.int8).to(torch.float32) * _half(b, 0)
+    return b[:, 2:].view(torch.int8).to(torch.float32) * half_at(b, 0)
 
 
 _FAST: dict[GGMLQuantizationType, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -7,6 +7,7 @@ block formats (`dequant`), the directory (`gguf_file`).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,10 @@ from pdserve.models.config import ARCHITECTURES, ModelConfig
 from pdserve.models.dequant import dequantise
 from pdserve.models.gguf_config import ROPE_FACTORS
 from pdserve.models.gguf_file import GGUFFile, GGUFTensor
+from pdserve.models.gguf_quantised import quant_weight
 from pdserve.models.stacked import ExpertPart, Stacked, stack_experts
-from pdserve.models.weights import BIAS, check_names, expert_part, stored_dtype
+from pdserve.models.weights import BIAS, HEAD, check_names, expert_part, stays_quantised, stored_dtype
+from pdserve.quant.forms import QuantWeight
 
 _OUTER = {
     "token_embd": "model.embed_tokens",
@@ -140,13 +143,16 @@ def _read(
     weight = plain(tensor)
     if name.endswith(_VECTOR_GATE):
         return weight.view(1, -1)
+    heads = _permuted_heads(name, config)
+    return weight if heads is None else _unpermute(weight, heads)
+
+
+def _permuted_heads(name: str, config: ModelConfig) -> int | None:
+    """Heads of a weight (q or k) whose rows llama.cpp has reordered, or None."""
     if not ARCHITECTURES[config.architecture].permuted_gguf:
-        return weight
+        return None
     heads = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads}
-    for part, num in heads.items():
-        if part in name:
-            return _unpermute(weight, num)
-    return weight
+    return next((num for part, num in heads.items() if part in name), None)
 
 
 def _shape(name: str, tensor: _Stored) -> tuple[int, ...]:
@@ -165,9 +171,38 @@ def freq_factors(file: GGUFFile) -> tuple[float, ...]:
     return tuple(dequantise(file.read(tensor), tensor.kind, tensor.shape, torch.float32).tolist())
 
 
-def weights_from_gguf(file: GGUFFile, config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Every weight of the model in `dtype`. Raises ModelError for missing, extra or misshapen tensors."""
+def weights_from_gguf(
+    file: GGUFFile, config: ModelConfig, dtype: torch.dtype, *, keep_quantised: bool = False
+) -> tuple[dict[str, torch.Tensor], dict[str, QuantWeight]]:
+    """Every weight of the model in `dtype`, and linears that stay quantised as in `LoadedModel`.
+
+    Raises ModelError for missing, extra or misshapen tensors.
+    """
     tensors = {hf_name(name): t for name, t in file.tensors.items() if name != ROPE_FACTORS}
     whole = _join_kv(stack_experts(tensors, _expert_part))
     check_names({name: _shape(name, t) for name, t in whole.items()}, config)
-    return {name: _read(file, name, t, config, stored_dtype(name, dtype)) for name, t in whole.items()}
+    kept = _quantised(file, whole, config) if keep_quantised else {}
+    weights = {
+        name: _read(file, name, t, config, stored_dtype(name, dtype))
+        for name, t in whole.items()
+        if name not in kept
+    }
+    return weights, kept
+
+
+def _quantised(file: GGUFFile, tensors: Mapping[str, _Stored], config: ModelConfig) -> dict[str, QuantWeight]:
+    """Linears of types that kernels can take as they are, and the head even where it is the embedding."""
+    head = tensors.get("model.embed_tokens.weight" if config.tied_embeddings else HEAD)
+    named = {name: t for name, t in tensors.items() if stays_quantised(name, config)} | {HEAD: head}
+    kept: dict[str, QuantWeight] = {}
+    for name, tensor in named.items():
+        if not isinstance(tensor, GGUFTensor):
+            continue
+        weight = quant_weight(file.read(tensor), tensor.kind, tensor.shape)
+        heads = _permuted_heads(name, config)
+        if weight is not None and heads is not None:
+            order = _unpermute(torch.arange(weight.num_out)[:, None], heads)[:, 0]
+            weight = weight.rows(order)
+        if weight is not None:
+            kept[name] = weight
+    return kept

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from pdserve.models.config import ModelConfig
+from pdserve.quant.forms import QuantWeight
 from pdserve.tokenizer.bundle import TokenizerBundle
 from pdserve.types import ModelLimits
 
@@ -17,7 +18,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class LoadedModel:
     """A checked model. weights: by Hugging Face name, all of `dtype`. digest: names the weights' revision.
 
-    name: what it was asked for as, without folders.
+    name: what it was asked for as, without folders. quantised: linears (the head too, as lm_head.weight) that
+    were asked to stay as the files have them; they are not in `weights`, but an embedding that is also the
+    head is in both.
     """
 
     name: str
@@ -27,7 +30,8 @@ class LoadedModel:
     digest: str
     dtype: str
     limits: ModelLimits
+    quantised: dict[str, QuantWeight] = field(default_factory=dict)
 
     def without_weights(self) -> LoadedModel:
         """The same model without its weights, to keep when it has been built: the runner packs its own."""
-        return replace(self, weights={})
+        return replace(self, weights={}, quantised={})

@@ -21,6 +21,7 @@ from pdserve.models.hf_directory import read_directory, read_weights
 from pdserve.models.loaded import DTYPES, LoadedModel
 from pdserve.models.registry import Source, locate
 from pdserve.models.weights import check_finite
+from pdserve.quant.forms import QuantWeight
 from pdserve.tokenizer.bundle import TokenizerBundle
 from pdserve.tokenizer.from_dir import load_bundle_from_dir
 from pdserve.tokenizer.from_gguf import bundle_from_metadata
@@ -30,28 +31,34 @@ from pdserve.tokenizer.from_gguf import bundle_from_metadata
 class _Parts:
     config: ModelConfig
     weights: dict[str, torch.Tensor]
+    quantised: dict[str, QuantWeight]
     tokenizer: TokenizerBundle
     digest: str
 
 
-def _from_gguf(source: Source, dtype: torch.dtype) -> _Parts:
+def _from_gguf(source: Source, dtype: torch.dtype, keep_quantised: bool) -> _Parts:
     file = read_gguf(source.path)
     lock = {source.path.name: source.sha256} if source.sha256 else read_lock(source.path.parent)
     with ThreadPoolExecutor(max_workers=2) as pool:
         digest = pool.submit(verified_digest, [source.path], lock)
         bundle = pool.submit(bundle_from_metadata, file.metadata, fallback_name=source.name)
         config = config_from_gguf(file.metadata, frozenset(file.tensors), freq_factors(file))
-        weights = weights_from_gguf(file, config, dtype)
-        return _Parts(config=config, weights=weights, tokenizer=bundle.result(), digest=digest.result())
+        weights, kept = weights_from_gguf(file, config, dtype, keep_quantised=keep_quantised)
+        return _Parts(
+            config=config, weights=weights, quantised=kept, tokenizer=bundle.result(), digest=digest.result()
+        )
 
 
-def _from_directory(source: Source, dtype: torch.dtype) -> _Parts:
+def _from_directory(source: Source, dtype: torch.dtype, keep_quantised: bool) -> _Parts:
     files = read_directory(source.path)
     with ThreadPoolExecutor(max_workers=2) as pool:
         digest = pool.submit(verified_digest, files.files, read_lock(source.path))
         bundle = pool.submit(load_bundle_from_dir, source.path)
         weights = read_weights(files, dtype)
-        return _Parts(config=files.config, weights=weights, tokenizer=bundle.result(), digest=digest.result())
+        return _Parts(
+            config=files.config, weights=weights, quantised={}, tokenizer=bundle.result(),
+            digest=digest.result(),
+        )  # fmt: skip
 
 
 def _agreeing(tokenizer: TokenizerBundle, config: ModelConfig) -> TokenizerBundle:
@@ -64,18 +71,19 @@ def _agreeing(tokenizer: TokenizerBundle, config: ModelConfig) -> TokenizerBundl
     )
 
 
-def load_model(source: str, dtype: str = "bfloat16") -> LoadedModel:
+def load_model(source: str, dtype: str = "bfloat16", *, keep_quantised: bool = False) -> LoadedModel:
     """Loads and checks a model.
 
     source: a registered name, a Hugging Face directory, a .gguf file, or a hub id. dtype: "float32" or
-    "bfloat16"; all weights come in it. Raises ModelError, with a sentence, for anything that is missing,
-    damaged or not supported.
+    "bfloat16"; all weights come in it. keep_quantised: linears that the files have quantised come as
+    `LoadedModel.quantised` instead, for kernels that take them. Raises ModelError, with a sentence, for
+    anything that is missing, damaged or not supported.
     """
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}.")
     found = locate(source)
     read = _from_directory if found.path.is_dir() else _from_gguf
-    parts = read(found, DTYPES[dtype])
+    parts = read(found, DTYPES[dtype], keep_quantised)
     check_finite(parts.weights.items())
     ends = parts.tokenizer.end_token_ids or parts.config.end_token_ids
     config = dataclasses.replace(parts.config, end_token_ids=ends)
@@ -83,6 +91,7 @@ def load_model(source: str, dtype: str = "bfloat16") -> LoadedModel:
         name=found.name,
         config=config,
         weights=parts.weights,
+        quantised=parts.quantised,
         tokenizer=_agreeing(parts.tokenizer, config),
         digest=parts.digest,
         dtype=dtype,

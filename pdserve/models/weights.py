@@ -17,6 +17,7 @@ from pdserve.models.config import ExpertsConfig, LatentConfig, ModelConfig
 from pdserve.models.stacked import ExpertPart
 
 BIAS = "e_score_correction_bias"
+HEAD = "lm_head.weight"
 _Linears = dict[str, tuple[int, int, bool]]
 
 
@@ -137,6 +138,16 @@ def expert_part(name: str) -> ExpertPart | None:
 def canonical(name: str) -> str:
     """Our name of a weight: Mixtral calls its MLP block_sparse_moe, DeepSeek's shared expert is a plural."""
     return name.replace(".block_sparse_moe.", ".mlp.").replace(".shared_experts.", ".shared_expert.")
+
+
+_QUANTISABLE = re.compile(r"model\.layers\.[0-9]+\.(self_attn|mlp)\.[a-z]+_proj\.weight")
+
+
+def stays_quantised(name: str, config: ModelConfig) -> bool:
+    """Whether a weight may come to the model's builder as the files have it quantised: the linears of dense
+    layers with plain attention, and the head. Others are always dequantised."""
+    plain = config.latent is None and config.experts is None
+    return name == HEAD or (plain and _QUANTISABLE.fullmatch(name) is not None)
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
