@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "parallel.h"
+#include "blocks.h"
 #include "tile.h"
 
 namespace {
@@ -33,15 +33,6 @@ struct Product {
     void* out;
     long num_rows, num_out, words;
     bool out_float;
-};
-
-// Rows in nearly equal blocks: block i starts at start(i).
-struct RowBlocks {
-    long count, base, extra;
-
-    RowBlocks(long rows, long most) : count((rows + most - 1) / most), base(rows / count), extra(rows % count) {}
-    long start(long i) const { return i * base + std::min(i, extra); }
-    long size(long i) const { return base + (i < extra); }
 };
 
 template <class T, int COLS> PDS_INLINE void finish(const Product& p, long row, long col, const vf (&sums)[COLS]) {
