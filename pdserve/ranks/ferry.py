@@ -6,26 +6,56 @@ which expert goes where (`pdserve.ranks.rebalancing`), blocks (`pdserve.models.e
     block of the source rank ──(source's thread)──▶ lane ──(target's thread)──▶ spare block of the target rank
     a lane belongs to one copy from its order to its last word; the leader hands lanes out
 
-A slice is copied without the interpreter's lock, then the thread waits: a step beside it loses a little
-memory bandwidth and nothing else.
+A way is one call of csrc/ferry.cpp, which copies and sums slices and waits between them: a step beside it loses
+a little memory bandwidth and never waits for the interpreter's lock.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import queue
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from pdserve.kernels.build import ensure_built, plan_build
 
 SLICE_BYTES = 128 << 10
+"""A multiple of 64."""
 WAIT_S = 0.001
 """Between two slices: with these, about 100 MB a second and less than a tenth of a core."""
+_SOURCES = Path(__file__).with_name("csrc")
 Piece = tuple[int, int]
 """(address, bytes)."""
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """Raises ConfigError where it can not be built."""
+    loaded = ctypes.CDLL(str(ensure_built(plan_build(_SOURCES, "ferry"))))
+    at, size = ctypes.c_void_p, ctypes.c_int64
+    loaded.pdf_carry.argtypes = (at, size, at, ctypes.c_int, size, size, at, at, at)
+    return loaded
+
+
+class Flag:
+    """Set once, by any thread; csrc/ferry.cpp looks at it."""
+
+    def __init__(self) -> None:
+        self._value = ctypes.c_int32(0)
+
+    def set(self) -> None:
+        """For good."""
+        self._value.value = 1
+
+    @property
+    def address(self) -> int:
+        """Of 4 bytes, not 0 once it is set."""
+        return ctypes.addressof(self._value)
 
 
 def make_ferry(num_bytes: int) -> int:
@@ -60,17 +90,20 @@ class Job:
     out: bool
     keep: object
     done: Callable[[int | None], None]
-    given_up: threading.Event = field(default_factory=threading.Event)
+    given_up: Flag = field(default_factory=Flag)
 
 
 class Ferryman:
     """The thread; it starts with the first job."""
 
     def __init__(self, slice_bytes: int = SLICE_BYTES, wait_s: float = WAIT_S) -> None:
-        self._slice_bytes, self._wait_s = slice_bytes, wait_s
+        """slice_bytes: a multiple of 64. Raises ConfigError where csrc/ferry.cpp can not be built."""
+        assert slice_bytes % 64 == 0
+        self._carry = _library().pdf_carry  # now: to load it takes longer than a step
+        self._slice_bytes, self._wait_ns = slice_bytes, round(1e9 * wait_s)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._closed = threading.Event()
+        self._closed = Flag()
 
     def add(self, job: Job) -> None:
         """Jobs are done one after the other."""
@@ -93,15 +126,10 @@ class Ferryman:
     def _copy(self, job: Job) -> int | None:
         """The checksum is of the target's bytes: what was written, not what should have been. It is there for
         accidents, so the cheapest that finds them will do; the canary comes after it."""
-        checksum, lane = 0, job.lane
-        for start, length in job.pieces:
-            for at in range(0, length, self._slice_bytes):
-                count = min(self._slice_bytes, length - at)
-                block, here = start + at, lane + at
-                target, source = (here, block) if job.out else (block, here)
-                ctypes.memmove(target, source, count)
-                checksum = zlib.crc32((ctypes.c_char * count).from_address(block), checksum)
-                if job.given_up.wait(self._wait_s) or self._closed.is_set():
-                    return None
-            lane += length
-        return checksum
+        pieces = (ctypes.c_int64 * (2 * len(job.pieces)))(*(n for piece in job.pieces for n in piece))
+        checksum = ctypes.c_uint64(0)
+        whole = self._carry(
+            pieces, len(job.pieces), job.lane, job.out, self._slice_bytes, self._wait_ns,
+            job.given_up.address, self._closed.address, ctypes.addressof(checksum),
+        )  # fmt: skip
+        return checksum.value if whole else None
