@@ -6,8 +6,8 @@ which expert goes where (`pdserve.ranks.rebalancing`), blocks (`pdserve.models.e
     block of the source rank ──(source's thread)──▶ lane ──(target's thread)──▶ spare block of the target rank
     a lane belongs to one copy from its order to its last word; the leader hands lanes out
 
-A way is one call of csrc/ferry.cpp, which copies and sums slices and waits between them: a step beside it loses
-a little memory bandwidth and never waits for the interpreter's lock.
+A way is one call of csrc/ferry.cpp, which copies and sums slices and waits between them: a step beside it
+loses a little memory bandwidth and never waits for the interpreter's lock.
 """
 
 from __future__ import annotations

@@ -116,6 +116,8 @@ class Rebalancing:
         self._judged_steps = 0
         self._table, self._version = table, 0
         self._status = RebalanceStatus(table=table)
+        self.ordered: frozenset[str] = frozenset()
+        """Kinds of orders that came before the last step; for whoever measures steps."""
 
     @property
     def status(self) -> RebalanceStatus:
@@ -324,6 +326,7 @@ class Rebalancing:
     def _flush(self) -> None:
         """The other ranks first: some orders need all of them at once."""
         orders, self._orders = self._orders, [[] for _ in self._orders]
+        self.ordered = frozenset(order["do"] for of_rank in orders for order in of_rank)
         opens = any(order["do"] == "open" for order in orders[0])
         fd = make_ferry(LANES * self._block_bytes) if opens else None
         try:
