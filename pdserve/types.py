@@ -154,7 +154,7 @@ class PageAges:
     counts: tuple[int, ...]
 
 
-REBALANCE_OUTCOMES = ("done", "rejected", "rolled_back", "copy_failed")
+REBALANCE_OUTCOMES = ("done", "rejected", "rolled_back", "copy_failed", "rank_lost")
 """How a placement of experts can end; WorkerLoad counts each."""
 
 
@@ -187,6 +187,7 @@ class WorkerLoad:
     rebalances_rejected: int = 0
     rebalances_rolled_back: int = 0
     rebalances_copy_failed: int = 0
+    rebalances_rank_lost: int = 0
     expert_copied_bytes: int = 0
     expert_imbalance: float = 0.0
     lost_ranks: int = 0

@@ -64,6 +64,11 @@ class ParallelRunner(ModelRunner):
         the end."""
         self.rebalancing, self._tender, self._survival = rebalancing, tender, survival
 
+    @property
+    def lost(self) -> frozenset[int]:
+        """Ranks that it goes on without, also before the first step without them; any thread."""
+        return frozenset() if self._survival is None else self._survival.lost
+
     def idle_step(self) -> None:
         """A step that computes nothing, for a rebalance while there are no others. Compute thread. Raises
         WorkerLost, as `execute`."""

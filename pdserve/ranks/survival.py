@@ -63,6 +63,11 @@ class Survival:
         return True
 
     @property
+    def lost(self) -> frozenset[int]:
+        """Ranks that are lost, from the moment that it is known; any thread."""
+        return self._lost
+
+    @property
     def ranks(self) -> dict[int, socket.socket]:
         """Connections to those that are left."""
         return self._ranks

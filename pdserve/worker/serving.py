@@ -17,6 +17,7 @@ from kvtransfer.port import RoleDriver
 from pdserve.api import ExpertReport
 from pdserve.kvcache.allocator import PageState
 from pdserve.messages import Report
+from pdserve.parallel.coverage import Coverage
 from pdserve.ranks.rebalancing import Rebalancing
 from pdserve.ranks.runner import ParallelRunner
 from pdserve.rpc.convert import WorkerState
@@ -155,13 +156,19 @@ class Serving:
             **{f"rebalances_{name}": status.outcomes.get(name, 0) for name in REBALANCE_OUTCOMES},
             "expert_copied_bytes": status.copied_bytes,
             "expert_imbalance": self._imbalance,
-            "lost_ranks": len(status.lost),
+            "lost_ranks": len(self._lost()),
         }
+
+    def _lost(self) -> frozenset[int]:
+        """Ranks that the worker goes on without; known before its next step."""
+        runner = self._engine.runner
+        return runner.lost if isinstance(runner, ParallelRunner) else frozenset()
 
     def _expert_report(self) -> ExpertReport:
         status = self._keeper.status
         if status is not None:
-            self._experts.moved(status.served)
+            now = Coverage(table=status.table, lost=self._lost())
+            self._experts.moved(now.masked if now.lost and not now.uncovered else status.served)
         report = self._experts.report(self._driver.loop.time())
         last = "" if status is None else status.last
         return replace(report, rebalancing=self._keeper.busy, last_rebalance=last)

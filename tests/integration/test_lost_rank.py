@@ -9,6 +9,7 @@ import dataclasses
 import queue
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,7 +112,8 @@ def test_it_goes_on_with_the_same_tokens_where_experts_have_replicas(
             found.append(runner.execute(plan).tokens)
         assert found == expected
         assert runner.rebalancing is not None
-        assert runner.rebalancing.status.lost
+        assert runner.rebalancing.status.lost == runner.lost
+        assert len(runner.lost) == 1
         assert not runner.rebalancing.busy
         ranks[0].wait(10)  # a stopped one too
         assert run(runner) == expected
@@ -142,6 +144,22 @@ def test_whoever_waits_is_told_if_it_can_not_go_on(
         with pytest.raises(WorkerLost):
             run(runner)
         assert "a step failed" in lost.get(timeout=10)
+
+
+def test_an_idle_worker_knows_at_once_and_goes_on_with_its_next_step(model: Model, tmp_path: Path) -> None:
+    expected, _ = run_script(script_runner(model[1], deterministic=True))
+    placement = everywhere_twice(model[1].config.num_layers, tmp_path / "placement.json")
+    with serving(model, tmp_path, placement) as (runner, ranks, lost):
+        assert not runner.lost
+        ranks[0].kill()
+        end = time.monotonic() + 60
+        while not runner.lost:
+            assert time.monotonic() < end
+        assert runner.rebalancing is not None
+        assert not runner.rebalancing.status.lost, "no step yet"
+        assert run(runner) == expected
+        assert runner.rebalancing.status.lost == runner.lost
+        assert lost.empty()
 
 
 def test_what_ranks_said_before_another_was_lost_counts() -> None:

@@ -25,7 +25,7 @@ from pdserve.rpc.fleet_auth import METADATA_KEY, authenticated, fleet_token
 from pdserve.rpc.server import RpcServer, ServerOptions, check_bind
 from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc, decode_pb2, decode_pb2_grpc, inference_pb2_grpc
 from pdserve.rpc.v1.inference_pb2 import GetStatusRequest
-from pdserve.types import Role, WorkerLoad
+from pdserve.types import REBALANCE_OUTCOMES, Role, WorkerLoad
 from router.config import RouterConfig
 from router.main import Router, serve
 from router.service import CLUSTER, INFERENCE
@@ -252,6 +252,28 @@ async def test_metrics_tell_latencies_outcomes_and_pages() -> None:
     assert samples["pdserve_workers", ("decode",)] == 1
     assert samples["pdserve_tokens_total", ("completion",)] == 5
     assert samples["pdserve_running_requests", ()] == samples["pdserve_queued_requests", ()] == 0
+
+
+async def test_metrics_tell_of_experts_from_the_start_and_add_up_by_role() -> None:
+    workers = [FakeWorker(name, Role.AGGREGATED) for name in ("one", "two")]
+    async with fleet(*workers, metrics=True) as running:
+        before = await scrape(running.router)
+        for count, worker in enumerate(workers, 1):
+            load = WorkerLoad(
+                rebalances_rank_lost=count, lost_ranks=1, expert_copied_bytes=7, expert_imbalance=1 + count
+            )
+            await worker.beat(load)
+        after = await scrape(running.router)
+    for role in Role:
+        wanted = role is Role.AGGREGATED
+        for outcome in REBALANCE_OUTCOMES:
+            assert before["pdserve_rebalances", (outcome, role)] == 0
+            rank_lost = wanted and outcome == "rank_lost"
+            assert after["pdserve_rebalances", (outcome, role)] == 3 * rank_lost
+        assert before["pdserve_lost_ranks", (role,)] == 0
+        assert after["pdserve_lost_ranks", (role,)] == 2 * wanted
+        assert after["pdserve_expert_copied_bytes", (role,)] == 14 * wanted
+        assert after["pdserve_expert_imbalance", (role,)] == 3 * wanted, "the worst worker's"
 
 
 # ---- the Join stream ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -31,6 +32,7 @@ from pdserve.parallel.rebalance_events import (
     Told,
     WantPlan,
 )
+from pdserve.types import REBALANCE_OUTCOMES
 
 TOPOLOGY = Topology(num_nodes=1, ranks_per_node=4)
 LAYERS, EXPERTS, SLOTS = 3, 8, 4
@@ -241,6 +243,10 @@ def test_a_loss_during_a_rebalance_drops_it_and_the_next_plan_knows() -> None:
     machine.feed(PlanReady(table=target_for(machine.rebalancer)))
     machine.settle()
     assert machine.routing.refusal is None
+
+
+def test_the_one_list_of_outcomes_has_all_that_are_told() -> None:
+    assert get_args(get_type_hints(Told)["outcome"]) == REBALANCE_OUTCOMES
 
 
 def test_what_does_not_fit_is_rejected_and_after_the_last_rank_nothing_is_planned() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.parallel.placement import plan
-from pdserve.parallel.placement_table import Topology, contiguous
+from pdserve.parallel.placement_table import Home, Placement, Topology, contiguous
 from pdserve.ranks.frames import Kind, receive
 from pdserve.ranks.rebalancing import Rebalancing
 from pdserve.ranks.tender import Order, Word, decode
@@ -207,3 +207,28 @@ def test_every_home_holds_its_expert_whatever_goes_wrong(
         assert sum(host.driver.status.outcomes.values()) == len(plans)
     finally:
         host.close()
+
+
+def test_a_loss_drops_what_is_under_way_and_counts_it_as_such() -> None:
+    """Rank 2 holds replicas alone, so that the replica goes on."""
+    held = ((0, 1, 2), (3, 4, 5), (0, 1, 3))
+    homes: list[list[Home]] = [[] for _ in range(EXPERTS)]
+    for rank, experts in enumerate(held):
+        for place, expert in enumerate(experts):
+            share = 0.5 if expert in held[2] else 1.0
+            homes[expert].append(Home(rank=rank, slot=rank * SLOTS + place, share=share))
+    layer = tuple(map(tuple, homes))
+    table = Placement(topology=TABLE.topology, slots_per_rank=SLOTS, layers=(layer,) * LAYERS)
+    pairs = [socket.socketpair() for _ in range(RANKS - 1)]
+    tender = Rank(0, Luck(random.Random(1), 0, 0), {}, set())
+    driver = Rebalancing(table, tender, [ours for ours, _ in pairs])  # type: ignore[arg-type]
+    driver.offer(target(5, table))
+    driver.before_step()
+    assert driver.busy
+    driver.lose(2)
+    assert driver.status.outcomes == {"rank_lost": 1}
+    assert driver.status.last == "rank_lost"
+    assert driver.status.lost == {2}
+    for ours, theirs in pairs:
+        ours.close()
+        theirs.close()

@@ -629,6 +629,7 @@ class WorkerLoad(_message.Message):
     EXPERT_COPIED_BYTES_FIELD_NUMBER: _builtins.int
     EXPERT_IMBALANCE_FIELD_NUMBER: _builtins.int
     LOST_RANKS_FIELD_NUMBER: _builtins.int
+    REBALANCES_RANK_LOST_FIELD_NUMBER: _builtins.int
     num_pages: _builtins.int
     free_pages: _builtins.int
     evictable_pages: _builtins.int
@@ -655,7 +656,8 @@ class WorkerLoad(_message.Message):
     expert_copied_bytes: _builtins.int
     expert_imbalance: _builtins.float
     lost_ranks: _builtins.int
-    """Ranks that the worker goes on without."""
+    """Ranks that the worker goes on without, and placements that were dropped when one was lost."""
+    rebalances_rank_lost: _builtins.int
     @_builtins.property
     def page_ages(self) -> _containers.RepeatedCompositeFieldContainer[Global___PageAges]:
         """Pages that are neither free nor evictable, by use and age."""
@@ -686,10 +688,11 @@ class WorkerLoad(_message.Message):
         expert_copied_bytes: _builtins.int = ...,
         expert_imbalance: _builtins.float = ...,
         lost_ranks: _builtins.int = ...,
+        rebalances_rank_lost: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "expert_copied_bytes", b"expert_copied_bytes", "expert_imbalance", b"expert_imbalance", "filling_pages", b"filling_pages", "free_pages", b"free_pages", "lost_ranks", b"lost_ranks", "num_pages", b"num_pages", "num_running", b"num_running", "num_waiting", b"num_waiting", "page_ages", b"page_ages", "peak_transfer_pages", b"peak_transfer_pages", "quarantined_pages", b"quarantined_pages", "ready", b"ready", "rebalances_copy_failed", b"rebalances_copy_failed", "rebalances_done", b"rebalances_done", "rebalances_rejected", b"rebalances_rejected", "rebalances_rolled_back", b"rebalances_rolled_back", "reserved_pages", b"reserved_pages", "retiring_pages", b"retiring_pages", "sealed_pages", b"sealed_pages", "transfer_pages", b"transfer_pages", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "expert_copied_bytes", b"expert_copied_bytes", "expert_imbalance", b"expert_imbalance", "filling_pages", b"filling_pages", "free_pages", b"free_pages", "lost_ranks", b"lost_ranks", "num_pages", b"num_pages", "num_running", b"num_running", "num_waiting", b"num_waiting", "page_ages", b"page_ages", "peak_transfer_pages", b"peak_transfer_pages", "quarantined_pages", b"quarantined_pages", "ready", b"ready", "rebalances_copy_failed", b"rebalances_copy_failed", "rebalances_done", b"rebalances_done", "rebalances_rank_lost", b"rebalances_rank_lost", "rebalances_rejected", b"rebalances_rejected", "rebalances_rolled_back", b"rebalances_rolled_back", "reserved_pages", b"reserved_pages", "retiring_pages", b"retiring_pages", "sealed_pages", b"sealed_pages", "transfer_pages", b"transfer_pages", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
