@@ -171,7 +171,8 @@ class ExpertReport:
 
     layers: the model's numbers of the layers that have experts. loads: by such layer and expert, tokens of a
     decayed window. homes: by layer and expert, its (slot, share) pairs. rebalancing: they change now.
-    last_rebalance: how the last change ended, in words.
+    last_rebalance: how the last change ended, in words. balance_losses: by layer, the auxiliary loss of its
+    router (1: even); 0 without tokens.
     """
 
     name: str
@@ -184,6 +185,7 @@ class ExpertReport:
     homes: tuple[tuple[tuple[tuple[int, float], ...], ...], ...] = ()
     rebalancing: bool = False
     last_rebalance: str = ""
+    balance_losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -165,6 +165,7 @@ class WorkerLoad:
     page_ages: used pages by state and age. transfer_pages: held for transfers now; peak_transfer_pages: the
     most there ever were. rebalances: placements of experts by how they ended. expert_imbalance: the fullest
     ranks' load over the mean; 0 without load. lost_ranks: that the worker goes on without.
+    expert_balance_loss: of its routers (`pdserve.layers.router_loss`), mean of layers; 0 without tokens.
     """
 
     num_pages: int = 0
@@ -191,6 +192,7 @@ class WorkerLoad:
     expert_copied_bytes: int = 0
     expert_imbalance: float = 0.0
     lost_ranks: int = 0
+    expert_balance_loss: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -205,6 +205,10 @@ def _experts(members: list[Member]) -> Iterator[GaugeMetricFamily]:
         "pdserve_expert_imbalance", "Load of the fullest ranks over the mean; the worst worker's.",
         labels=["role"],
     )  # fmt: skip
+    loss = GaugeMetricFamily(
+        "pdserve_expert_balance_loss", "Auxiliary balance loss of routers, 1 if even; the worst worker's.",
+        labels=["role"],
+    )  # fmt: skip
     lost = GaugeMetricFamily(
         "pdserve_lost_ranks", "Ranks that workers go on without, degraded.", labels=["role"]
     )
@@ -215,7 +219,8 @@ def _experts(members: list[Member]) -> Iterator[GaugeMetricFamily]:
         copied.add_metric([role], sum(load.expert_copied_bytes for load in loads))
         lost.add_metric([role], sum(load.lost_ranks for load in loads))
         uneven.add_metric([role], max((load.expert_imbalance for load in loads), default=0.0))
-    yield from (moves, copied, uneven, lost)
+        loss.add_metric([role], max((load.expert_balance_loss for load in loads), default=0.0))
+    yield from (moves, copied, uneven, loss, lost)
 
 
 def _bytes(member: Member, pages: int) -> int:

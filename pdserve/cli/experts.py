@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     from pdserve.cli.connection import Router
 
-COLUMNS = ("layer", "tokens", "hottest expert", "its load", "ranks now", "after", "to copy")
+COLUMNS = (
+    "layer", "tokens", "hottest expert", "its load", "balance loss", "ranks now", "after", "to copy",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +92,7 @@ def run(snapshots: Sequence[ExpertSnapshot], wish: Wish, as_json: bool) -> None:
 
 def _after(snapshot: ExpertSnapshot, planned: Plan) -> ExpertSnapshot:
     """The same loads with the table of the plan."""
-    return ExpertSnapshot(
-        name=snapshot.name, layers=snapshot.layers, loads=snapshot.loads, table=planned.table
-    )
+    return dataclasses.replace(snapshot, table=planned.table)
 
 
 def _asked(snapshot: ExpertSnapshot, wish: Wish) -> ExpertSnapshot:
@@ -157,12 +157,14 @@ def _row(snapshot: ExpertSnapshot, number: int, result: LayerResult) -> tuple[st
     loads = snapshot.loads[number]
     total, hottest = sum(loads), max(range(len(loads)), key=lambda e: loads[e])
     if not total:
-        return "0", "", "", "", ""
+        return "0", "", "", "", "", ""
+    loss = snapshot.balance_losses[number] if snapshot.balance_losses else 0.0
     now = snapshot.table.largest(number, loads)
     return (
         f"{total:.0f}",
         str(hottest),
         f"{100 * loads[hottest] / total:.1f} % ({loads[hottest] * len(loads) / total:.1f}x mean)",
+        f"{loss:.3f}" if loss else "",
         f"{now / result.bound.value:.2f}x",
         f"{result.ratio:.2f}x",
     )

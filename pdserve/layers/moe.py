@@ -10,7 +10,7 @@ L layers, O tokens summed here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,11 @@ from pdserve.kernels.grouped_linear import PackedGroups, grouped_linear
 from pdserve.kernels.linear import Linear
 from pdserve.kernels.routing import combine, sort_by_slot
 from pdserve.layers.mlp import GatedMLP
+from pdserve.layers.router_loss import Spread
 from pdserve.layers.routers import DROPPED, Router
+
+SPREAD_EVERY = 16
+"""Steps from one to the next whose spread over experts is counted."""
 
 
 class ExpertMap:
@@ -57,24 +61,36 @@ class ExpertMap:
 class ExpertLoad:
     """Tokens by layer and expert since `reset`. Written by the compute thread, read by any (a moment late).
 
-    counts_LX: int64, choices that were computed. balance_L: float32, the last step's auxiliary loss by layer,
-    NaN where its router has none. Rows of layers without experts stay zero.
+    counts_LX: int64, choices that were computed. chosen_LX and probs_LX: sums of the `Spread` of every
+    SPREAD_EVERY-th step, of which the auxiliary loss is made. Rows of layers without experts stay zero.
     """
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.counts_LX = torch.zeros(num_layers, num_experts, dtype=torch.int64)
-        self.balance_L = torch.full((num_layers,), float("nan"))
+        self.chosen_LX = torch.zeros(num_layers, num_experts, dtype=torch.int64)
+        self.probs_LX = torch.zeros(num_layers, num_experts, dtype=torch.float64)
+        self._steps = [0] * num_layers
 
     def reset(self) -> None:
         """Forgets everything counted so far."""
-        self.counts_LX.zero_()
-        self.balance_L.fill_(float("nan"))
+        for counted in (self.counts_LX, self.chosen_LX, self.probs_LX):
+            counted.zero_()
+        self._steps = [0] * len(self._steps)
 
-    def add(self, layer: int, counts_X: torch.Tensor, balance: float | None) -> None:
-        """One step of one layer. counts_X: int64."""
+    def add(self, layer: int, counts_X: torch.Tensor, spread: Callable[[], Spread]) -> None:
+        """One step of one layer. counts_X: int64. spread: of its tokens; asked for now and then, as it costs
+        a softmax."""
         self.counts_LX[layer] += counts_X
-        if balance is not None:
-            self.balance_L[layer] = balance
+        if self._steps[layer] % SPREAD_EVERY == 0:
+            of_step = spread()
+            self.chosen_LX[layer] += of_step.chosen_X
+            self.probs_LX[layer] += of_step.probs_X
+        self._steps[layer] += 1
+
+    def balance(self) -> torch.Tensor:
+        """[L] float64: the auxiliary loss of all tokens of those steps (1: even); NaN without tokens."""
+        rows = zip(self.chosen_LX, self.probs_LX, strict=True)
+        return torch.stack([Spread(chosen_X=chosen, probs_X=probs).loss() for chosen, probs in rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +170,10 @@ class MoE:
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] to [T, E]; a row that no expert takes is zero (the residual passes it on)."""
-        routing = self.router(self.gate(x_TE, out_float32=True))
+        logits_TX = self.gate(x_TE, out_float32=True)
+        routing = self.router(logits_TX)
         done = self.experts(x_TE, routing.experts_TC)
-        self.load.add(self.layer, done.counts_X, routing.balance)
+        self.load.add(self.layer, done.counts_X, lambda: self.router.spread(logits_TX))
         if done.tokens is None:
             return self._sum(x_TE, done, routing.weights_TC, routing.totals_T)
         own = slice(done.tokens.start, done.tokens.stop)

@@ -1,7 +1,7 @@
 """Router kinds: from a token's logits over the experts to the experts it takes and their weights.
 
-What lives here: token choice (the serving default) and the capacity routers of GShard and Switch, with their
-balance losses. What does not: the layer that uses them (`moe`), products and sorting (kernels).
+What lives here: token choice (the serving default) and the capacity routers of GShard and Switch. What does
+not: the layer that uses them (`moe`), products and sorting (kernels), balance losses (`router_loss`).
 
 In token choice a token depends on itself alone. With capacity it does not: who comes first in the step takes
 an expert's places, so a request's text depends on its neighbours (docs/moe.md).
@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from pdserve.kernels.routing import TopK, route_top_k
+from pdserve.layers.router_loss import Spread, probabilities
 
 DROPPED = -1
 
@@ -36,14 +37,12 @@ class Routing:
     """Where a step's tokens go. experts_TC: int64, DROPPED for a choice that does not count.
 
     weights_TC: float32, of the outputs; of no meaning where dropped. totals_T: float32, the sum of those that
-    count; exactly 1 (or their scale) where they are normalised. balance: the auxiliary loss before its
-    coefficient (with even load 1 for Switch, 1 / X^2 for GShard), or None for a router that has none.
+    count; exactly 1 (or their scale) where they are normalised.
     """
 
     experts_TC: torch.Tensor
     weights_TC: torch.Tensor
     totals_T: torch.Tensor
-    balance: float | None = None
 
 
 class Router(Protocol):
@@ -51,6 +50,10 @@ class Router(Protocol):
 
     def __call__(self, logits_TX: torch.Tensor) -> Routing:
         """logits_TX: float32."""
+        ...
+
+    def spread(self, logits_TX: torch.Tensor) -> Spread:
+        """How evenly tokens of these logits go to experts. Changes nothing, the random state neither."""
         ...
 
 
@@ -72,6 +75,11 @@ class TokenChoice:
         totals_T = torch.full((len(weights_TC),), self.how.scale) if whole else _sum_in_order(weights_TC)
         return Routing(experts_TC=experts_TC, weights_TC=weights_TC, totals_T=totals_T)
 
+    def spread(self, logits_TX: torch.Tensor) -> Spread:
+        """Of all choices."""
+        experts_TC, _ = route_top_k(logits_TX, self.how, self.bias_X)
+        return Spread.of(experts_TC, probabilities(logits_TX, sigmoid=self.how.sigmoid))
+
 
 def _sum_in_order(weights_TC: torch.Tensor) -> torch.Tensor:
     """Row sums by one chain of additions, whatever the number of rows."""
@@ -89,21 +97,16 @@ def _places(experts_T: torch.Tensor, num_experts: int, taken_X: torch.Tensor) ->
 
 
 def route_switch(logits_TX: torch.Tensor, places: int) -> Routing:
-    """Switch routing (arXiv 2101.03961, section 2.1): top-1, weighted by its probability; late tokens drop.
-
-    The loss is X * sum over experts of (share of tokens) * (mean probability), equation 4 without alpha.
-    """
+    """Switch routing (arXiv 2101.03961, section 2.1): top-1, weighted by its probability; late ones drop."""
     num_experts = logits_TX.shape[1]
     probs_TX = torch.softmax(logits_TX.float(), dim=-1)
     weights_T, experts_T = probs_TX.max(dim=-1)
     none_X = torch.zeros(num_experts, dtype=torch.int64)
     kept_T = _places(experts_T, num_experts, none_X) < places
-    share_X = torch.bincount(experts_T, minlength=num_experts) / experts_T.shape[0]
     return Routing(
         experts_TC=torch.where(kept_T, experts_T, DROPPED)[:, None],
         weights_TC=weights_T[:, None],
         totals_T=weights_T * kept_T,
-        balance=float(num_experts * (share_X * probs_TX.mean(0)).sum()),
     )
 
 
@@ -111,22 +114,18 @@ def route_gshard(logits_TX: torch.Tensor, places: int, uniform_T: torch.Tensor) 
     """GShard's top-2 gating for one group (arXiv 2006.16668, algorithm 1).
 
     First choices take places in order of token, then second ones, each place counted whether or not it is
-    used. The second counts where twice its normalised weight exceeds uniform_T (float32 in [0, 1)). The loss
-    is the mean over experts of (share of first choices) * (mean probability).
+    used. The second counts where twice its normalised weight exceeds uniform_T (float32 in [0, 1)).
     """
     num_experts = logits_TX.shape[1]
-    probs_TX = torch.softmax(logits_TX.float(), dim=-1)
     experts_T2, top_T2 = route_top_k(logits_TX.float(), TopK(top_k=2, normalise=True))
     counts_X = torch.bincount(experts_T2[:, 0], minlength=num_experts)
     first_T = _places(experts_T2[:, 0], num_experts, torch.zeros_like(counts_X)) < places
     second_T = _places(experts_T2[:, 1], num_experts, counts_X) < places
     kept_T2 = torch.stack([first_T, second_T & (2 * top_T2[:, 1] > uniform_T)], dim=1)
-    share_X = counts_X / experts_T2.shape[0]
     return Routing(
         experts_TC=torch.where(kept_T2, experts_T2, DROPPED),
         weights_TC=top_T2,
         totals_T=_sum_in_order(top_T2 * kept_T2),
-        balance=float((share_X * probs_TX.mean(0)).mean()),
     )
 
 
@@ -140,6 +139,10 @@ class SwitchRouter:
         tokens, num_experts = logits_TX.shape
         return route_switch(logits_TX, capacity(tokens, num_experts, 1, self.factor))
 
+    def spread(self, logits_TX: torch.Tensor) -> Spread:
+        """Whether or not a token is dropped."""
+        return _first_choices(logits_TX)
+
 
 class GShardRouter:
     """`route_gshard` with a capacity factor and random numbers of a seed, one after the other."""
@@ -152,6 +155,14 @@ class GShardRouter:
         tokens, num_experts = logits_TX.shape
         uniform_T = torch.rand(tokens, generator=self._random)
         return route_gshard(logits_TX, capacity(tokens, num_experts, 2, self._factor), uniform_T)
+
+    def spread(self, logits_TX: torch.Tensor) -> Spread:
+        """Of first choices alone, as the paper's loss."""
+        return _first_choices(logits_TX)
+
+
+def _first_choices(logits_TX: torch.Tensor) -> Spread:
+    return Spread.of(logits_TX.argmax(dim=-1), probabilities(logits_TX))
 
 
 def make_router(

@@ -8,7 +8,7 @@ What does not: the window that counts (`expert_loads`), planning (`placement`), 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -19,16 +19,19 @@ from pdserve.parallel.placement_table import Home, Placement, Topology, contiguo
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSnapshot:
     """name: whose. layers: the model's numbers of the layers that have experts. loads: by such layer and
-    expert, tokens. table: where the experts are. Raises ConfigError if these do not fit each other.
+    expert, tokens. table: where the experts are. balance_losses: by such layer, of its router; none where
+    nobody counted. Raises ConfigError if these do not fit each other.
     """
 
     name: str
     layers: tuple[int, ...]
     loads: tuple[tuple[float, ...], ...]
     table: Placement
+    balance_losses: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if not len(self.layers) == len(self.loads) == self.table.num_layers:
+        lengths = {len(self.layers), len(self.loads), len(self.balance_losses) or len(self.loads)}
+        if lengths != {self.table.num_layers}:
             raise ConfigError("snapshot: layers, loads and homes are of different lengths")
         if any(len(row) != self.table.num_experts for row in self.loads):
             raise ConfigError("snapshot: loads and homes are for different numbers of experts")
@@ -38,7 +41,7 @@ class ExpertSnapshot:
     def moved_to(self, topology: Topology, slots_per_rank: int) -> ExpertSnapshot:
         """The same loads on another machine, experts in order on its ranks."""
         table = contiguous(len(self.loads), self.table.num_experts, topology, slots_per_rank)
-        return ExpertSnapshot(name=self.name, layers=self.layers, loads=self.loads, table=table)
+        return replace(self, table=table)
 
 
 def snapshot_to_json(snapshot: ExpertSnapshot) -> dict[str, Any]:
@@ -53,6 +56,7 @@ def snapshot_to_json(snapshot: ExpertSnapshot) -> dict[str, Any]:
         "lost_ranks": sorted(table.topology.lost),
         "slots_per_rank": table.slots_per_rank,
         "homes": [[[[h.slot, h.share] for h in homes] for homes in layer] for layer in table.layers],
+        "balance_losses": list(snapshot.balance_losses),
     }
 
 
@@ -74,6 +78,7 @@ def snapshot_from_json(data: object) -> ExpertSnapshot:
             layers=tuple(int(layer) for layer in data.get("layers", range(len(loads)))),
             loads=loads,
             table=_table(data.get("homes"), len(loads), width, topology, slots),
+            balance_losses=tuple(float(loss) for loss in data.get("balance_losses", ())),
         )
     except (KeyError, TypeError, ValueError, OverflowError):
         raise ConfigError(

@@ -37,8 +37,8 @@ from pdserve.worker.services import SERVICE, WorkerServicer
 STUCK_AFTER_S = 5.0
 """A step that takes longer makes the worker unready (reliability.md, health)."""
 MAX_MESSAGE_BYTES = 16 << 20
-IMBALANCE_EVERY_S = 10.0
-"""Between two looks at the loads of ranks, which take a moment."""
+LOOK_EVERY_S = 10.0
+"""Between two looks at the loads of ranks and experts, which take a moment."""
 
 
 class Serving:
@@ -73,7 +73,7 @@ class Serving:
             parts.context.worker_id, self._experts, _rebalancing(engine), self._idle_step,
             least_gain=engine.config.rebalance_gain,
         )  # fmt: skip
-        self._imbalance, self._imbalance_at = 0.0, float("-inf")
+        self._imbalance, self._loss, self._looked_at = 0.0, 0.0, float("-inf")
         self._membership: Membership | None = None
         self.record: WorkerRecord = self._record("", {})
 
@@ -121,7 +121,7 @@ class Serving:
         pages, scheduler = self._engine.parts.pages, self._engine.parts.scheduler
         counts = pages.counts()
         now = self._driver.loop.time()
-        self._experts.note(now)
+        self._look_at_experts(now)
         stuck = self._core.busy and now - self._driver.last_step_at > STUCK_AFTER_S
         with self._driver.lock:
             ages = pages.ages(now)
@@ -142,16 +142,21 @@ class Serving:
             transfer_pages=pages.allocator.transfer_pages,
             peak_transfer_pages=pages.allocator.peak_transfer_pages,
             ready=not stuck and not self._core.over_quarantine,
+            expert_balance_loss=self._loss,
             **self._rebalances(now),
         )
+
+    def _look_at_experts(self, now: float) -> None:
+        self._experts.note(now)
+        if not (self._loss and self._imbalance) or now >= self._looked_at + LOOK_EVERY_S:
+            self._imbalance, self._looked_at = self._experts.imbalance(now), now
+            self._loss = self._experts.balance_loss(now)
 
     def _rebalances(self, now: float) -> dict[str, Any]:
         """Those fields of the load that tell of experts."""
         status = self._keeper.status
         if status is None:
             return {}
-        if not self._imbalance or now >= self._imbalance_at + IMBALANCE_EVERY_S:
-            self._imbalance, self._imbalance_at = self._experts.imbalance(now), now
         return {
             **{f"rebalances_{name}": status.outcomes.get(name, 0) for name in REBALANCE_OUTCOMES},
             "expert_copied_bytes": status.copied_bytes,
@@ -239,4 +244,5 @@ def _watch(engine: Engine) -> ExpertWatch:
     counts = None if load is None else load.counts_LX
     rebalancing = _rebalancing(engine)
     table = None if rebalancing is None else rebalancing.status.table
-    return ExpertWatch(engine.parts.context.worker_id, counts, layers, engine.config.tp, table)
+    spread = None if load is None else (load.chosen_LX, load.probs_LX)
+    return ExpertWatch(engine.parts.context.worker_id, counts, layers, engine.config.tp, table, spread)

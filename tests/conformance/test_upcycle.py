@@ -115,7 +115,7 @@ def test_a_capacity_router_is_written_down_and_used(tmp_path: Path) -> None:
     driver.run()
     load = driver.runner.expert_load
     assert load is not None
-    assert not load.balance_L.isnan().any()
+    assert not load.balance().isnan().any()
     assert int(load.counts_LX.sum()) < 3 * len(prompts_of_tiny()[0])
 
 

@@ -74,3 +74,5 @@ def test_experts_move_under_requests_and_no_text_changes(model: Path) -> None:
             assert time.monotonic() < end
         assert load_now.expert_copied_bytes > 0
         assert load_now.expert_imbalance >= 1
+        assert 0 < load_now.expert_balance_loss < len(before.homes[0])
+        assert all(0 < loss < len(before.homes[0]) for loss in report.balance_losses)

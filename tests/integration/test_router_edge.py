@@ -260,7 +260,11 @@ async def test_metrics_tell_of_experts_from_the_start_and_add_up_by_role() -> No
         before = await scrape(running.router)
         for count, worker in enumerate(workers, 1):
             load = WorkerLoad(
-                rebalances_rank_lost=count, lost_ranks=1, expert_copied_bytes=7, expert_imbalance=1 + count
+                rebalances_rank_lost=count,
+                lost_ranks=1,
+                expert_copied_bytes=7,
+                expert_imbalance=1 + count,
+                expert_balance_loss=1.5 - 0.1 * count,
             )
             await worker.beat(load)
         after = await scrape(running.router)
@@ -274,6 +278,8 @@ async def test_metrics_tell_of_experts_from_the_start_and_add_up_by_role() -> No
         assert after["pdserve_lost_ranks", (role,)] == 2 * wanted
         assert after["pdserve_expert_copied_bytes", (role,)] == 14 * wanted
         assert after["pdserve_expert_imbalance", (role,)] == 3 * wanted, "the worst worker's"
+        assert before["pdserve_expert_balance_loss", (role,)] == 0
+        assert after["pdserve_expert_balance_loss", (role,)] == 1.4 * wanted
 
 
 # ---- the Join stream ---------------------------------------------------------------------------------

@@ -27,7 +27,14 @@ SVG = "{http://www.w3.org/2000/svg}"
 def skewed(num_layers: int = 3, num_experts: int = 16) -> dict[str, Any]:
     loads = [1e4 / (rank + 1) for rank in range(num_experts)]
     rows = [random.Random(layer).sample(loads, num_experts) for layer in range(num_layers)]
-    return {"name": "decode-0", "loads": rows, "ranks_per_node": 4, "slots_per_rank": 5, "layers": [1, 2, 5]}
+    return {
+        "name": "decode-0",
+        "loads": rows,
+        "ranks_per_node": 4,
+        "slots_per_rank": 5,
+        "layers": [1, 2, 5],
+        "balance_losses": [1.0, 1.25, 0.0],
+    }
 
 
 def run(tmp_path: Path, data: object, *options: str) -> tuple[int, str]:
@@ -46,6 +53,8 @@ def test_the_table_says_what_is_and_what_a_rebalance_gains(tmp_path: Path) -> No
     rows = [line.split() for line in said.splitlines() if line.split()[:1] in (["1"], ["2"], ["5"])]
     assert len(rows) == 3
     assert all(float(row[-2].rstrip("x")) <= 1.05 < float(row[-3].rstrip("x")) for row in rows)
+    assert "balance loss" in said
+    assert [row[-4] for row in rows] == ["1.000", "1.250", "mean)"], "none where nobody counted"
     assert "after a rebalance" in said
     assert "% less" in said
     assert sum(line.startswith("rank ") for line in said.splitlines()) == 4
@@ -118,6 +127,7 @@ def test_another_machine_may_be_asked_for(tmp_path: Path) -> None:
         ({"loads": [["x"] * 16] * 3}, "wrong kind"),
         ({"loads": [[-1.0] * 16] * 3}, "from 0"),
         ({"layers": [1]}, "lengths"),
+        ({"balance_losses": [1.0]}, "lengths"),
         ({"slots_per_rank": 3}, "too few"),
         ({"slots_per_rank": 0}, "slots_per_rank"),
         ({"ranks_per_node": 0}, "rank"),
@@ -149,7 +159,9 @@ def test_a_window_without_tokens_says_so(tmp_path: Path) -> None:
 def test_a_snapshot_reads_back_as_it_was(loads: list[float], slots: int) -> None:
     topology = Topology(num_nodes=1, ranks_per_node=2, lost=frozenset({1}))
     table = plan([loads], topology, slots).table
-    snapshot = ExpertSnapshot(name="a", layers=(3,), loads=(tuple(loads),), table=table)
+    snapshot = ExpertSnapshot(
+        name="a", layers=(3,), loads=(tuple(loads),), table=table, balance_losses=(1.5,)
+    )
     assert snapshot_from_json(json.loads(json.dumps(snapshot_to_json(snapshot)))) == snapshot
 
 

@@ -29,7 +29,8 @@ MIXTRAL = {
 def report(name: str) -> ExpertReport:
     where = (((0, 0.75), (3, 0.25)), ((2, 1.0),))
     return ExpertReport(
-        name=name, layers=(1,), loads=((30.0, 10.0),), ranks_per_node=2, slots_per_rank=2, homes=(where,)
+        name=name, layers=(1,), loads=((30.0, 10.0),), ranks_per_node=2, slots_per_rank=2, homes=(where,),
+        balance_losses=(1.25,),
     )  # fmt: skip
 
 
@@ -48,6 +49,7 @@ def test_a_report_is_the_same_after_the_wire(
     sent = ExpertReport(
         name="w", layers=tuple(n for n, _, _ in layers), loads=tuple(x for _, x, _ in layers), nodes=2,
         ranks_per_node=3, lost_ranks=tuple(lost), slots_per_rank=4, homes=tuple(h for _, _, h in layers),
+        balance_losses=tuple(1.0 + n for n, _, _ in layers),
     )  # fmt: skip
     wire = convert.expert_report_to_pb(sent).SerializeToString()
     assert convert.expert_report_from_pb(common_pb2.ExpertReport.FromString(wire)) == sent

@@ -8,13 +8,15 @@ from pdserve.rpc.v1 import common_pb2 as pb
 
 
 def expert_report_to_pb(value: ExpertReport) -> pb.ExpertReport:
+    losses = value.balance_losses or (0.0,) * len(value.layers)
     layers = [
         pb.ExpertLayer(
             layer=layer,
             loads=loads,
             homes=[pb.ExpertHomes(slots=[s for s, _ in h], shares=[x for _, x in h]) for h in homes],
+            balance_loss=loss,
         )
-        for layer, loads, homes in zip(value.layers, value.loads, value.homes, strict=True)
+        for layer, loads, homes, loss in zip(value.layers, value.loads, value.homes, losses, strict=True)
     ]
     return pb.ExpertReport(
         name=value.name,
@@ -41,6 +43,7 @@ def expert_report_from_pb(message: pb.ExpertReport) -> ExpertReport:
         homes=tuple(tuple(_homes(homes) for homes in layer.homes) for layer in message.layers),
         rebalancing=message.rebalancing,
         last_rebalance=message.last_rebalance,
+        balance_losses=tuple(layer.balance_loss for layer in message.layers),
     )
 
 

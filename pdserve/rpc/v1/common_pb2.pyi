@@ -630,6 +630,7 @@ class WorkerLoad(_message.Message):
     EXPERT_IMBALANCE_FIELD_NUMBER: _builtins.int
     LOST_RANKS_FIELD_NUMBER: _builtins.int
     REBALANCES_RANK_LOST_FIELD_NUMBER: _builtins.int
+    EXPERT_BALANCE_LOSS_FIELD_NUMBER: _builtins.int
     num_pages: _builtins.int
     free_pages: _builtins.int
     evictable_pages: _builtins.int
@@ -658,6 +659,8 @@ class WorkerLoad(_message.Message):
     lost_ranks: _builtins.int
     """Ranks that the worker goes on without, and placements that were dropped when one was lost."""
     rebalances_rank_lost: _builtins.int
+    expert_balance_loss: _builtins.float
+    """The auxiliary balance loss of the routers of its experts, mean of the layers (1: even; 0: no tokens)."""
     @_builtins.property
     def page_ages(self) -> _containers.RepeatedCompositeFieldContainer[Global___PageAges]:
         """Pages that are neither free nor evictable, by use and age."""
@@ -689,10 +692,11 @@ class WorkerLoad(_message.Message):
         expert_imbalance: _builtins.float = ...,
         lost_ranks: _builtins.int = ...,
         rebalances_rank_lost: _builtins.int = ...,
+        expert_balance_loss: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "expert_copied_bytes", b"expert_copied_bytes", "expert_imbalance", b"expert_imbalance", "filling_pages", b"filling_pages", "free_pages", b"free_pages", "lost_ranks", b"lost_ranks", "num_pages", b"num_pages", "num_running", b"num_running", "num_waiting", b"num_waiting", "page_ages", b"page_ages", "peak_transfer_pages", b"peak_transfer_pages", "quarantined_pages", b"quarantined_pages", "ready", b"ready", "rebalances_copy_failed", b"rebalances_copy_failed", "rebalances_done", b"rebalances_done", "rebalances_rank_lost", b"rebalances_rank_lost", "rebalances_rejected", b"rebalances_rejected", "rebalances_rolled_back", b"rebalances_rolled_back", "reserved_pages", b"reserved_pages", "retiring_pages", b"retiring_pages", "sealed_pages", b"sealed_pages", "transfer_pages", b"transfer_pages", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "expert_balance_loss", b"expert_balance_loss", "expert_copied_bytes", b"expert_copied_bytes", "expert_imbalance", b"expert_imbalance", "filling_pages", b"filling_pages", "free_pages", b"free_pages", "lost_ranks", b"lost_ranks", "num_pages", b"num_pages", "num_running", b"num_running", "num_waiting", b"num_waiting", "page_ages", b"page_ages", "peak_transfer_pages", b"peak_transfer_pages", "quarantined_pages", b"quarantined_pages", "ready", b"ready", "rebalances_copy_failed", b"rebalances_copy_failed", "rebalances_done", b"rebalances_done", "rebalances_rank_lost", b"rebalances_rank_lost", "rebalances_rejected", b"rebalances_rejected", "rebalances_rolled_back", b"rebalances_rolled_back", "reserved_pages", b"reserved_pages", "retiring_pages", b"retiring_pages", "sealed_pages", b"sealed_pages", "transfer_pages", b"transfer_pages", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -795,14 +799,18 @@ Global___ExpertHomes: _TypeAlias = ExpertHomes  # noqa: Y015
 
 @_typing.final
 class ExpertLayer(_message.Message):
-    """A layer that has experts. loads: by expert, tokens of a decayed window."""
+    """A layer that has experts. loads: by expert, tokens of a decayed window. balance_loss: of its router (0: no
+    tokens).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LAYER_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
     HOMES_FIELD_NUMBER: _builtins.int
+    BALANCE_LOSS_FIELD_NUMBER: _builtins.int
     layer: _builtins.int
+    balance_loss: _builtins.float
     @_builtins.property
     def loads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
@@ -813,10 +821,11 @@ class ExpertLayer(_message.Message):
         layer: _builtins.int = ...,
         loads: _abc.Iterable[_builtins.float] | None = ...,
         homes: _abc.Iterable[Global___ExpertHomes] | None = ...,
+        balance_loss: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["homes", b"homes", "layer", b"layer", "loads", b"loads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_loss", b"balance_loss", "homes", b"homes", "layer", b"layer", "loads", b"loads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
