@@ -15,9 +15,11 @@ from pdserve.config.worker import (
     KV_MIXING,
     MAX_TP,
     NO_NIXL,
+    NO_QUANTISED_RANKS,
     RANK_ATTENTION,
     RANK_EXCHANGES,
     TRANSPORTS,
+    WEIGHTS,
     WorkerConfig,
 )
 from pdserve.errors import ConfigError
@@ -80,6 +82,14 @@ class ServeConfig:
         choices=RANK_ATTENTION,
     )
     dtype: str = setting("bfloat16", help="Number type of weights, activations and KV pages.", choices=DTYPES)
+    prefill_weights: str = setting(
+        "exact",
+        help="Form of the linear layers' weights in prefill workers: exact, or 8 or 4 bits (inputs: 8). "
+        "Where roles differ, kv_mixing must be relaxed.",
+        choices=WEIGHTS,
+    )
+    decode_weights: str = setting("exact", help="The same for decode workers.", choices=WEIGHTS)
+    aggregated_weights: str = setting("exact", help="The same for aggregated workers.", choices=WEIGHTS)
     deterministic: bool = setting(
         False, help="Results do not depend on what runs beside a request, bit for bit (slower)."
     )
@@ -194,6 +204,14 @@ class ServeConfig:
             raise ConfigError("aggregated: no workers at all; give prefill and decode, or aggregated")
         if self.transport == "nixl" and max(self.prefill_tp, self.decode_tp) > 1:
             raise ConfigError(f"transport: {NO_NIXL}")
+        for role in self.wanted():
+            if self.ranks(role) > 1 and self._weights(role) != "exact":
+                raise ConfigError(f"{role}_weights: {NO_QUANTISED_RANKS}")
+        if self.prefill and self.prefill_weights != self.decode_weights and self.kv_mixing == "strict":
+            raise ConfigError(
+                "kv_mixing: prefill and decode workers with different weights compute different pages; "
+                "allow it with relaxed, or give both the same"
+            )
         if not (self.insecure or self.tls_ca or is_loopback(self.host)):
             raise ConfigError(
                 "host: an address beyond loopback needs TLS: give --tls-ca, --tls-cert and --tls-key, "
@@ -215,6 +233,13 @@ class ServeConfig:
             Role.PREFILL: self.prefill_tp,
             Role.DECODE: self.decode_tp,
             Role.AGGREGATED: self.aggregated_tp,
+        }[role]
+
+    def _weights(self, role: Role) -> str:
+        return {
+            Role.PREFILL: self.prefill_weights,
+            Role.DECODE: self.decode_weights,
+            Role.AGGREGATED: self.aggregated_weights,
         }[role]
 
     def _page_size(self, role: Role) -> int:
@@ -239,6 +264,7 @@ class ServeConfig:
             model=self.model,
             fleet_secret=secret,
             dtype=self.dtype,
+            weights=self._weights(role),
             deterministic=self.deterministic,
             page_size=self._page_size(role),
             kv_memory_bytes=self.kv_memory,

@@ -13,10 +13,12 @@ from pdserve.types import Role
 
 DTYPES = ("float32", "bfloat16")
 TRANSPORTS = ("shm", "tcp", "nixl")
+WEIGHTS = ("exact", "w8a8", "w4a8")
 KV_MIXING = ("strict", "relaxed")
 RANK_ATTENTION = ("divided", "repeated")
 RANK_EXCHANGES = ("shm", "gloo")
 MAX_TP = 64
+NO_QUANTISED_RANKS = "workers of several ranks compute with exact weights; use exact, or one rank"
 NO_NIXL = "nixl moves pages of workers with one rank only; use shm or tcp"
 
 
@@ -31,6 +33,11 @@ class WorkerConfig:
         "", help="Hex of the 32 random bytes all processes of a fleet share.", secret=True
     )
     dtype: str = setting("bfloat16", help="Number type of weights, activations and KV pages.", choices=DTYPES)
+    weights: str = setting(
+        "exact",
+        help="Form of the linear layers' weights: the model's own type, or 8 or 4 bits (inputs: 8 bits).",
+        choices=WEIGHTS,
+    )
     deterministic: bool = setting(False, help="Bit-exact results whatever runs beside a request (slower).")
     page_size: int = setting(16, help="Tokens in one KV page.", unit="tokens", minimum=1, maximum=1024)
     kv_memory_bytes: int = setting(
@@ -122,6 +129,8 @@ class WorkerConfig:
             raise ConfigError(f"transports: {NO_NIXL}")
         if self.attention_repeated and (self.rank_exchange, self.role) != ("shm", Role.AGGREGATED):
             raise ConfigError("rank_attention: repeated is for aggregated workers that exchange over shm")
+        if self.tp > 1 and self.weights != "exact":
+            raise ConfigError(f"weights: {NO_QUANTISED_RANKS}")
         if not self.transports:
             raise ConfigError("transports: name at least one")
 

@@ -15,17 +15,21 @@ REVISION = 1
 """Raised when the model code changes its order of operations."""
 
 
-def numerics_id(*, dtype: str, deterministic: bool, ranks: int = 1, exchange: str = "") -> str:
+def numerics_id(
+    *, dtype: str, deterministic: bool, ranks: int = 1, exchange: str = "", weights: str = "exact"
+) -> str:
     """16 hex digits; equal only where a row is computed by the same operations in the same order.
 
     dtype: of weights and pages. ranks: tensor-parallel ones, exchange: how they add products; they count only
-    where ranks add, which deterministic ones do not do. Thread counts are not in it: no result depends on
+    where ranks add, which deterministic ones do not do. weights: the scheme of linears (`models.precision`).
+    Thread counts are not in it: no result depends on
     them.
     """
     parts = (
         f"model-{REVISION}",
         native.numerics_id(dtype),
         "deterministic" if deterministic else "any",
+        *([weights] if weights != "exact" else []),
         *([f"ranks-{ranks}-{exchange}"] if ranks > 1 and not deterministic else []),
         torch.__version__,
         torch.backends.cpu.get_cpu_capability(),

@@ -28,6 +28,7 @@ from pdserve.models.build import build_decoder
 from pdserve.models.config import ModelConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.loaded import LoadedModel
+from pdserve.models.precision import EXACT, packer
 from pdserve.models.sharded import build_repeated, build_shard, shard_config
 from pdserve.parallel.group import Group
 from pdserve.parallel.placement_table import Placement
@@ -60,10 +61,18 @@ def rank_config(config: ModelConfig, group: Group | None, repeated: bool = False
 
 
 def _built(
-    model: LoadedModel, deterministic: bool, group: Group | None, placement: Placement | None, repeated: bool
+    model: LoadedModel,
+    deterministic: bool,
+    group: Group | None,
+    placement: Placement | None,
+    repeated: bool,
+    weights: str,
 ) -> Decoder:
+    pack = packer(weights, model.quantised, deterministic=deterministic)
     if group is None:
-        return build_decoder(model.config, model.weights, deterministic=deterministic)
+        return build_decoder(model.config, model.weights, deterministic=deterministic, pack=pack)
+    if weights != EXACT:
+        raise ConfigError("weights: several ranks compute with exact weights only; use exact, or one rank")
     build = build_repeated if repeated else build_shard
     return build(model.config, model.weights, deterministic=deterministic, group=group, placement=placement)
 
@@ -102,6 +111,7 @@ class ModelRunner:
         placement: Placement | None = None,
         repeated: bool = False,
         threads: int | None = None,
+        weights: str = EXACT,
     ) -> None:
         """Builds the model. Raises ConfigError where the pool does not fit it, or for another device.
 
@@ -109,6 +119,7 @@ class ModelRunner:
         All are given the same plans, in order; rank 0 samples, and nothing that breaks is tried again.
         placement: of experts over the group; None: in order.
         repeated: the ranks divide experts alone. threads: None for the process's default.
+        weights: the scheme of linears (`models.precision`).
         """
         if device != "cpu":
             raise ConfigError(f"device {device!r} is not supported; use cpu")
@@ -120,12 +131,12 @@ class ModelRunner:
         self.config = model.config
         ranks, exchange = (1, "") if group is None or repeated else (group.size, group.kind)
         self.numerics_id = numerics_id(
-            dtype=model.dtype, deterministic=deterministic, ranks=ranks, exchange=exchange
+            dtype=model.dtype, deterministic=deterministic, ranks=ranks, exchange=exchange, weights=weights
         )
         self.last_logits: dict[str, torch.Tensor] = {}
         self._pool = pool
         self._kv = _kv_view(pool, own.latent is not None)
-        self._decoder = _built(model, deterministic, group, placement, repeated)
+        self._decoder = _built(model, deterministic, group, placement, repeated, weights)
         self._group = group
         self._capture = capture_logits
 

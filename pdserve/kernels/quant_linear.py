@@ -1,10 +1,11 @@
 """Quantised linear layers: 8-bit rows times 8- or 4-bit weights, beside the exact `PackedLinear`.
 
 A row is quantised to symmetric 8 bits when it arrives: with one scale (8-bit weights), or one for each 32
-inputs (4-bit weights, which have scales by group themselves). Products of codes are summed exactly in
+inputs (4-bit weights, and 8-bit ones where rows have outliers). Products of codes are summed exactly in
 integers, so a row's result depends on the row alone. How codes are chosen is not here (`pdserve.quant`).
 
     8 bits   y = (sum x * w) * scale_N * scale_M           w: code less zero
+             y = sum over groups of (sum x * w) * scale_MA, times scale_N, where asked for
     4 bits   y = sum over groups of (sum x * c) * scale_NG * scale_MA + low_NG * sum x
 
 Legend: M rows (tokens), N outputs, K inputs, G groups of a weight's inputs, A groups of 32 inputs.
@@ -47,10 +48,11 @@ class NativeQuantLinear(ctypes.Structure):
 class QuantLinear:
     """A packed layer. bits: 8 or 4. weight: bytes in the kernels' order. scales: float32 by output (4 bits:
     the power of two that all scales of an output are times). offsets: int32 by output, 8 bits alone. bias:
-    float32 or None.
+    float32 or None. by_group: rows are scaled by group of ROW_GROUP inputs.
     """
 
     bits: int
+    by_group: bool
     weight: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None
@@ -65,7 +67,8 @@ class QuantLinear:
     def __post_init__(self) -> None:
         native = NativeQuantLinear(
             self.weight.data_ptr(), self.scales.data_ptr(), _address(self.offsets), _address(self.bias),
-            self.bits, self.num_out, self.num_in, self.group_size // ROW_GROUP,
+            9 if self.bits == 8 and self.by_group else self.bits, self.num_out, self.num_in,
+            self.group_size // ROW_GROUP,
         )  # fmt: skip
         object.__setattr__(self, "_keep", native)
         object.__setattr__(self, "native", ctypes.addressof(native))
@@ -105,8 +108,13 @@ def pack_int8(
     scale_N: torch.Tensor,
     zero_N: torch.Tensor | None = None,
     bias_N: torch.Tensor | None = None,
+    *,
+    by_group: bool = False,
 ) -> QuantLinear:
-    """An 8-bit layer of weight (code - zero) * scale; codes_NK int8. Raises ConfigError: too many inputs."""
+    """An 8-bit layer of weight (code - zero) * scale. codes_NK: int8. by_group: rows have scales by group.
+
+    Raises ConfigError for too many inputs, and for zeros other than 0 by group.
+    """
     num_out, num_in = codes_NK.shape
     _check_inputs(num_in)
     width = library().pds_int8_panel_width()
@@ -115,8 +123,11 @@ def pack_int8(
     codes_NK = codes_NK.contiguous()
     library().pds_pack_int8(weight.data_ptr(), codes_NK.data_ptr(), num_out, num_in)
     zeros = torch.zeros(num_out, dtype=torch.int32) if zero_N is None else zero_N.to(torch.int32)
+    if by_group and bool(zeros.any()):
+        raise ConfigError("8-bit weights with zeros are not supported where rows are scaled by group")
     return QuantLinear(
         bits=8,
+        by_group=by_group,
         weight=weight,
         scales=_padded(scale_N, length, torch.float32),
         offsets=_padded(zeros + 128, length, torch.int32),
@@ -164,6 +175,7 @@ def pack_int4(
     )
     return QuantLinear(
         bits=4,
+        by_group=True,
         weight=weight,
         scales=_padded(factor_N, -(-num_out // ROW_GROUP) * ROW_GROUP, torch.float32),
         offsets=None,
@@ -189,11 +201,18 @@ def quantise_rows_reference(x_MK: torch.Tensor, group: int) -> tuple[torch.Tenso
 def int8_reference(
     x_MK: torch.Tensor, codes_NK: torch.Tensor, scale_N: torch.Tensor, zero_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Plain torch form of an 8-bit layer, float32: the same bits."""
+    """Plain torch form of an 8-bit layer with one scale a row, float32: the same bits."""
     codes_MAK, scale_MA = quantise_rows_reference(x_MK, x_MK.shape[1])
     weight = codes_NK.double() if zero_N is None else codes_NK.double() - zero_N.double()[:, None]
     dots_MN = codes_MAK[:, 0].double() @ weight.T
     return dots_MN.float() * scale_N * scale_MA
+
+
+def int8_grouped_reference(x_MK: torch.Tensor, codes_NK: torch.Tensor, scale_N: torch.Tensor) -> torch.Tensor:
+    """Plain torch form of an 8-bit layer with rows scaled by group, float64: the same but for rounding."""
+    codes_MAK, scale_MA = quantise_rows_reference(x_MK, ROW_GROUP)
+    x = (codes_MAK.double() * scale_MA[:, :, None]).flatten(1)[:, : x_MK.shape[1]]
+    return x @ (codes_NK.double() * scale_N.double()[:, None]).T
 
 
 def int4_reference(

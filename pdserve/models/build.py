@@ -5,13 +5,9 @@ What lives here: which weight goes where. What does not: reading files (`loader`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import torch
-
 from pdserve.kernels.embedding import TokenTable
 from pdserve.kernels.grouped_linear import PackedGroups
-from pdserve.kernels.linear import PackedLinear
+from pdserve.kernels.linear import Linear
 from pdserve.kernels.routing import TopK
 from pdserve.layers.attention import Attention, WholeNorm
 from pdserve.layers.latent import LatentAttention
@@ -22,26 +18,21 @@ from pdserve.layers.routers import make_router
 from pdserve.models.build_latent import build_latent
 from pdserve.models.config import ExpertsConfig, ModelConfig
 from pdserve.models.decoder import Decoder, DecoderLayer, FeedForward
+from pdserve.models.precision import ExactPacker, Packer, Weights
 from pdserve.models.weights import BIAS
 
-Weights = Mapping[str, torch.Tensor]
+
+def _fused(pack: Packer, weights: Weights, prefix: str, names: tuple[str, ...]) -> Linear:
+    return pack(weights, [f"{prefix}{name}" for name in names])
 
 
-def _fused(weights: Weights, prefix: str, names: tuple[str, ...], deterministic: bool) -> PackedLinear:
-    """One packed linear whose outputs are those of `names`, one after the other."""
-    weight = torch.cat([weights[f"{prefix}{n}.weight"] for n in names])
-    biased = f"{prefix}{names[0]}.bias" in weights
-    bias = torch.cat([weights[f"{prefix}{n}.bias"] for n in names]) if biased else None
-    return PackedLinear.pack(weight, bias, deterministic=deterministic)
-
-
-def _attention(config: ModelConfig, weights: Weights, layer: int, deterministic: bool) -> Attention:
+def _attention(config: ModelConfig, weights: Weights, layer: int, pack: Packer) -> Attention:
     prefix = f"model.layers.{layer}.self_attn."
     q_norm, k_norm = weights.get(f"{prefix}q_norm.weight"), weights.get(f"{prefix}k_norm.weight")
     return Attention(
         layer=layer,
-        qkv=_fused(weights, prefix, ("q_proj", "k_proj", "v_proj"), deterministic),
-        out=_fused(weights, prefix, ("o_proj",), deterministic),
+        qkv=_fused(pack, weights, prefix, ("q_proj", "k_proj", "v_proj")),
+        out=_fused(pack, weights, prefix, ("o_proj",)),
         num_heads=config.num_heads,
         scale=config.head_dim**-0.5,
         window=config.windows[layer],
@@ -54,17 +45,17 @@ def _attention(config: ModelConfig, weights: Weights, layer: int, deterministic:
 
 
 def _any_attention(
-    config: ModelConfig, weights: Weights, layer: int, deterministic: bool
+    config: ModelConfig, weights: Weights, layer: int, pack: Packer, deterministic: bool
 ) -> Attention | LatentAttention:
     if config.latent is not None:
         return build_latent(config, config.latent, weights, layer, deterministic)
-    return _attention(config, weights, layer, deterministic)
+    return _attention(config, weights, layer, pack)
 
 
-def _gated(weights: Weights, prefix: str, deterministic: bool) -> GatedMLP:
+def _gated(pack: Packer, weights: Weights, prefix: str) -> GatedMLP:
     return GatedMLP(
-        gate_up=_fused(weights, prefix, ("gate_proj", "up_proj"), deterministic),
-        down=_fused(weights, prefix, ("down_proj",), deterministic),
+        gate_up=_fused(pack, weights, prefix, ("gate_proj", "up_proj")),
+        down=_fused(pack, weights, prefix, ("down_proj",)),
     )
 
 
@@ -80,16 +71,17 @@ def _top_k(x: ExpertsConfig) -> TopK:
 
 
 def _moe(x: ExpertsConfig, weights: Weights, layer: int, load: ExpertLoad, deterministic: bool) -> MoE:
+    pack = ExactPacker(deterministic=deterministic)
     prefix = f"model.layers.{layer}.mlp."
     shared = None
     if x.shared_size:
         shared = SharedExpert(
-            mlp=_gated(weights, f"{prefix}shared_expert.", deterministic),
-            gate=_fused(weights, prefix, ("shared_expert_gate",), deterministic) if x.shared_gate else None,
+            mlp=_gated(pack, weights, f"{prefix}shared_expert."),
+            gate=_fused(pack, weights, prefix, ("shared_expert_gate",)) if x.shared_gate else None,
         )
     return MoE(
         layer=layer,
-        gate=_fused(weights, prefix, ("gate",), deterministic),
+        gate=_fused(pack, weights, prefix, ("gate",)),
         router=make_router(
             x.router, _top_k(x), weights.get(f"{prefix}gate.{BIAS}"),
             capacity_factor=x.capacity_factor, seed=x.seed + layer,
@@ -105,7 +97,12 @@ def _moe(x: ExpertsConfig, weights: Weights, layer: int, load: ExpertLoad, deter
 
 
 def _layer(
-    config: ModelConfig, weights: Weights, layer: int, load: ExpertLoad | None, deterministic: bool
+    config: ModelConfig,
+    weights: Weights,
+    layer: int,
+    load: ExpertLoad | None,
+    pack: Packer,
+    deterministic: bool,
 ) -> DecoderLayer:
     prefix = f"model.layers.{layer}."
     last = layer == config.num_layers - 1
@@ -114,28 +111,32 @@ def _layer(
     if config.experts is not None and load is not None and config.has_experts(layer):
         mlp = _moe(config.experts, weights, layer, load, deterministic)
     else:
-        mlp = _gated(weights, f"{prefix}mlp.", deterministic)
+        mlp = _gated(pack, weights, f"{prefix}mlp.")
     return DecoderLayer(
-        attention=_any_attention(config, weights, layer, deterministic),
+        attention=_any_attention(config, weights, layer, pack, deterministic),
         mlp=mlp,
         mlp_norm_E=weights[f"{prefix}post_attention_layernorm.weight"],
         next_norm_E=weights[following],
     )
 
 
-def build_decoder(config: ModelConfig, weights: Weights, *, deterministic: bool) -> Decoder:
+def build_decoder(
+    config: ModelConfig, weights: Weights, *, deterministic: bool, pack: Packer | None = None
+) -> Decoder:
     """The model of checked `weights` (names and shapes of `weights.weight_shapes`, one dtype).
 
-    deterministic: ask the kernels for rows that do not depend on their neighbours.
+    deterministic: ask the kernels for rows that do not depend on their neighbours. pack: how the linears of
+    dense layers and the head are held; None: exactly.
     """
+    pack = pack or ExactPacker(deterministic=deterministic)
     embedding = weights["model.embed_tokens.weight"]
-    head = embedding if config.tied_embeddings else weights["lm_head.weight"]
+    named = {"lm_head.weight": embedding, **weights} if config.tied_embeddings else weights
     load = None if config.experts is None else ExpertLoad(config.num_layers, config.experts.num_experts)
     return Decoder(
         embedding=TokenTable(weight_VE=embedding),
         first_norm_E=weights["model.layers.0.input_layernorm.weight"],
-        layers=tuple(_layer(config, weights, i, load, deterministic) for i in range(config.num_layers)),
-        head=PackedLinear.pack(head, deterministic=deterministic),
+        layers=tuple(_layer(config, weights, i, load, pack, deterministic) for i in range(config.num_layers)),
+        head=pack(named, ["lm_head"]),
         eps=config.rms_norm_eps,
         rope=RopeTable(config.rope),
         expert_load=load,

@@ -21,6 +21,7 @@ from pdserve.kvcache.manager import PageManager
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.loaded import LoadedModel
 from pdserve.models.loader import load_model
+from pdserve.models.precision import EXACT
 from pdserve.parallel.shards import shards
 from pdserve.ranks.config import Launch
 from pdserve.ranks.replica import Replica
@@ -100,7 +101,7 @@ def _build(config: WorkerConfig, run_dir: str, progress: Progress, replica: Repl
     if tls is not None:
         tls.check_serves(config.host)
     progress("loading the model")
-    model = load_model(config.model, config.dtype)
+    model = load_model(config.model, config.dtype, keep_quantised=config.weights != EXACT)
     progress("building the model")
     runner, pool = _runner(config, model) if replica is None else replica.start(model, secrets.randbits(64))
     limits = _limits(model, pool.num_pages * config.page_size)
@@ -133,7 +134,7 @@ def _runner(config: WorkerConfig, model: LoadedModel) -> tuple[ModelRunner, KVPo
         raise ConfigError("kv_memory: too small for two KV pages of this model; give more memory")
     pool = KVPool.create(layout, num_pages, secrets.randbits(64))
     pool.prefault()  # else the first use of each page pays for it, within somebody's TTFT
-    return ModelRunner(model, pool, deterministic=config.deterministic), pool
+    return ModelRunner(model, pool, deterministic=config.deterministic, weights=config.weights), pool
 
 
 def _limits(model: LoadedModel, pool_rows: int) -> ModelLimits:

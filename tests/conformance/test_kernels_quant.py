@@ -19,6 +19,7 @@ from pdserve.kernels.quant_linear import (
     MAX_INPUTS,
     QuantLinear,
     int4_reference,
+    int8_grouped_reference,
     int8_reference,
     pack_int4,
     pack_int8,
@@ -86,7 +87,19 @@ def test_int4_is_the_reference_but_for_rounding(rows: int, num_out: int, num_in:
         assert_near(got[row], wanted[row], "float32")
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 150), st.integers(1, 200))
+def test_int8_by_group_is_the_reference_but_for_rounding(rows: int, num_out: int, num_in: int) -> None:
+    codes, scale, _ = int8_parts(num_out, num_in)
+    x = rows_of(rows, num_in)
+    wanted = int8_grouped_reference(x, codes, scale)
+    got = pack_int8(codes, scale, by_group=True)(x, out_float32=True)
+    for row in range(rows):
+        assert_near(got[row], wanted[row], "float32")
+
+
 LAYERS = {
+    "int8-by-group": lambda: pack_int8(*int8_parts(200, 1100)[:2], by_group=True),
     "int8": lambda: pack_int8(*int8_parts(200, 1100)),
     "int4": lambda: pack_int4(*int4_parts(200, 1100, 64), group_size=64),
 }
@@ -132,6 +145,12 @@ def test_longest_rows_do_not_overflow() -> None:
     assert got[0].tolist() == pytest.approx([-128.0 * MAX_INPUTS, 127.0 * MAX_INPUTS], rel=1e-6)
     with pytest.raises(ConfigError):
         pack_int8(torch.zeros(1, MAX_INPUTS + 1, dtype=torch.int8), torch.ones(1))
+
+
+def test_zeros_by_group_are_refused() -> None:
+    codes, scale, zero = int8_parts(5, 40)
+    with pytest.raises(ConfigError, match="zeros"):
+        pack_int8(codes, scale, zero | 1, by_group=True)
 
 
 def test_extreme_scales_survive_their_16_bits() -> None:

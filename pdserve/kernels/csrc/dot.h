@@ -64,13 +64,13 @@ PDS_INLINE vi dot4(vi acc, vi weights, vi x) {
 
 constexpr int kGroup = 32;  // inputs that share a scale where scales go by group
 
-// Quantised rows: codes zero-padded to whole groups, row_bytes from one row to the next. By token: one scale and one
-// sum of codes a row. By group: kGroup inputs each; then sums are times their scale, as floats.
+// Quantised rows: codes zero-padded to whole groups, row_bytes from one row to the next. One scale a row, or one for
+// each group of kGroup inputs.
 struct Rows8 {
     int8_t* codes;
     float* scales;    // [rows][groups], or [rows]
-    float* sums;      // by group: scale * sum of codes
-    int32_t* totals;  // by token: sum of codes
+    int32_t* totals;  // sums of codes, [rows][groups] or [rows]
+    float* sums;      // by group: scale times total
     long row_bytes, groups;
 };
 
@@ -85,7 +85,7 @@ inline long row_bytes_of(long num_in) {
 // Carves rows out of a buffer of rows8_bytes(rows, num_in, by_group).
 inline size_t rows8_bytes(long rows, long num_in, bool by_group) {
     const size_t scales = rows * (by_group ? groups_of(num_in) : 1) * sizeof(float);
-    return rows * row_bytes_of(num_in) + 2 * scales + 128;
+    return rows * row_bytes_of(num_in) + 3 * scales + 128;
 }
 inline Rows8 carve_rows8(void* at, long rows, long num_in, bool by_group) {
     Rows8 r{};
@@ -93,9 +93,8 @@ inline Rows8 carve_rows8(void* at, long rows, long num_in, bool by_group) {
     r.groups = by_group ? groups_of(num_in) : 1;
     r.codes = static_cast<int8_t*>(at);
     r.scales = reinterpret_cast<float*>(r.codes + rows * r.row_bytes);
-    float* after = r.scales + rows * r.groups;
-    if (by_group) r.sums = after;
-    else r.totals = reinterpret_cast<int32_t*>(after);
+    r.totals = reinterpret_cast<int32_t*>(r.scales + rows * r.groups);
+    if (by_group) r.sums = reinterpret_cast<float*>(r.totals + rows * r.groups);
     return r;
 }
 
@@ -141,6 +140,7 @@ template <class T> PDS_INLINE void quantise_row(const Rows8& to, long row, const
         const Scale scale(top_of(x, g * kGroup, (g + 1) * kGroup, cols));
         const int32_t total = put_codes(codes, x, g * kGroup, (g + 1) * kGroup, cols, scale.inverse);
         to.scales[row * to.groups + g] = scale.scale;
+        to.totals[row * to.groups + g] = total;
         to.sums[row * to.groups + g] = scale.scale * static_cast<float>(total);
     }
 }

@@ -3,7 +3,8 @@
 
 #include "dot.h"
 
-enum QuantKind : int { kInt8 = 8, kInt4 = 4 };
+// kInt8Grouped: rows scaled by group (int8_grouped.cpp).
+enum QuantKind : int { kInt8 = 8, kInt8Grouped = 9, kInt4 = 4 };
 
 // A quantised linear layer. See int8.cpp and int4.cpp for the weights' order; Python has the same fields (native form).
 struct QuantLinear {
@@ -27,11 +28,13 @@ PDS_INLINE void store_result(void* out, int dtype, const float* bias, long row, 
 
 int64_t int8_panel_width();
 void int8_linear(const QuantLinear& linear, const Rows8& rows, int64_t num_rows, void* out, int out_dtype);
+void int8_grouped_linear(const QuantLinear& linear, const Rows8& rows, int64_t num_rows, void* out, int out_dtype);
 void int4_linear(const QuantLinear& linear, const Rows8& rows, int64_t num_rows, void* out, int out_dtype);
 
-inline bool by_group(const QuantLinear& linear) { return linear.kind == kInt4; }
+inline bool by_group(const QuantLinear& linear) { return linear.kind != kInt8; }
 
 inline void quant_linear(const QuantLinear& linear, const Rows8& rows, int64_t num_rows, void* out, int out_dtype) {
     if (linear.kind == kInt4) int4_linear(linear, rows, num_rows, out, out_dtype);
+    else if (linear.kind == kInt8Grouped) int8_grouped_linear(linear, rows, num_rows, out, out_dtype);
     else int8_linear(linear, rows, num_rows, out, out_dtype);
 }
