@@ -218,6 +218,47 @@ def upcycle(
 
 
 @app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="A dense model, as for --model.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Where it goes; new or empty.")
+    ],
+    prefill: Annotated[
+        str,
+        typer.Option(help="Scheme of the form that prefill workers load (docs/quantization.md), or none."),
+    ] = "w8a8-smoothquant",
+    decode: Annotated[
+        str, typer.Option(help="Scheme of the form that decode workers load, or none.")
+    ] = "w4a16-awq",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text to calibrate on: .jsonl or plain.", dir_okay=False),
+    ] = None,
+    evaluate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Text to measure quality on; else a fifth of --calibration.", dir_okay=False
+        ),
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(min=256, help="Of calibration, at most.")] = 8192,
+    evaluation_tokens: Annotated[int, typer.Option(min=256, help="Of evaluation, at most.")] = 4096,
+    dtype: Annotated[str, typer.Option(help="Of what stays unquantised: bfloat16 or float32.")] = "bfloat16",
+    fold_values: Annotated[
+        bool, typer.Option("--fold-values", help="Scale between v and o too; for a form of one role only.")
+    ] = False,
+) -> None:
+    """Quantise a model: a form for prefill, one for decode, and a report of what each loses."""
+    from pdserve.cli.quantize import run, wish_of
+
+    wish = wish_of(
+        prefill=prefill, decode=decode, calibration=calibration, evaluate=evaluate,
+        calibration_tokens=calibration_tokens, evaluation_tokens=evaluation_tokens, dtype=dtype,
+        fold_values=fold_values,
+    )  # fmt: skip
+    run(model, output, wish)
+
+
+@app.command()
 def explain(
     request_id: Annotated[str, typer.Argument(help="Id of a request, such as generate --json prints.")],
     address: Address = "127.0.0.1:50051",

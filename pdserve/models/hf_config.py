@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve.errors import ModelError
 from pdserve.layers.rope import RopeConfig, RopeKind
 from pdserve.models.config import (
     MAX_CONTEXT,
@@ -86,10 +85,6 @@ def _refuse_unsupported(fields: Fields, arch: Architecture) -> None:
         fields.refuse("hidden_act", "must be silu")
     if arch.latent and fields.flag("mlp_bias", False):
         fields.refuse("mlp_bias", "must be false")
-    if fields.has("quantization_config"):
-        raise ModelError(
-            "The model is stored in a quantised format that is not supported; use its plain or GGUF form."
-        )
 
 
 def _sizes(fields: Fields, arch: Architecture) -> _Sizes:

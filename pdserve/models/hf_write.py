@@ -6,6 +6,7 @@ What lives here: the files' forms. What does not: which model is written (`upcyc
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from pdserve.errors import ModelError
 from pdserve.layers.rope import RopeConfig, RopeKind
 from pdserve.layers.routers import RouterKind
 from pdserve.models.config import ARCHITECTURES, ModelConfig
+from pdserve.models.hf_config import config_from_hf
 from pdserve.models.hf_directory import INDEX
 from pdserve.models.hf_experts import ROUTER
 from pdserve.tokenizer.bundle import TokenizerBundle
@@ -27,13 +29,48 @@ def mixtral_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     experts = config.experts
     if experts is None or any((config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm)):
         raise ModelError("Mixtral's format has experts in all layers, no biases and no norms of heads.")
-    values: dict[str, Any] = {
-        "architectures": [ARCHITECTURES["mixtral"].hf_class],
-        "model_type": "mixtral",
+    values = _common(config, "mixtral", dtype) | {
+        "intermediate_size": experts.intermediate_size,
+        "sliding_window": _window(config),
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+    }
+    if experts.router is not RouterKind.CHOICE:
+        router = {"kind": experts.router.value, "capacity_factor": experts.capacity_factor}
+        values[ROUTER] = {**router, "seed": experts.seed}
+    return values
+
+
+def dense_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """config.json of a dense model. Raises ModelError for what its family's form can not say."""
+    values = _common(config, config.architecture, dtype)
+    windowed = ARCHITECTURES[config.architecture].windowed
+    if windowed == "all":
+        values["sliding_window"] = _window(config)
+    elif windowed == "layers":
+        sizes = {size for size in config.windows if size}
+        named = ["sliding_attention" if size else "full_attention" for size in config.windows]
+        values |= {"use_sliding_window": bool(sizes), "sliding_window": max(sizes, default=None)}
+        values["layer_types"] = named
+    if config.architecture in ("llama", "qwen3"):
+        values["attention_bias"] = config.o_bias
+    if config.architecture == "llama":
+        values["mlp_bias"] = config.mlp_bias
+    ordered = dataclasses.replace(config, end_token_ids=tuple(sorted(config.end_token_ids)))
+    if config_from_hf(values) != ordered:
+        raise ModelError("The model has settings that its family's config.json can not hold.")
+    return values
+
+
+def _common(config: ModelConfig, model_type: str, dtype: str) -> dict[str, Any]:
+    """What all families' files say."""
+    return {
+        "architectures": [ARCHITECTURES[model_type].hf_class],
+        "model_type": model_type,
         "dtype": dtype,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": experts.intermediate_size,
+        "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -43,16 +80,9 @@ def mixtral_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tied_embeddings,
         "rope_parameters": _rope(config.rope),
-        "sliding_window": _window(config),
-        "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.top_k,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.end_token_ids),
     }
-    if experts.router is not RouterKind.CHOICE:
-        router = {"kind": experts.router.value, "capacity_factor": experts.capacity_factor}
-        values[ROUTER] = {**router, "seed": experts.seed}
-    return values
 
 
 def _positions(config: ModelConfig) -> int:
@@ -62,14 +92,14 @@ def _positions(config: ModelConfig) -> int:
 
 def _window(config: ModelConfig) -> int | None:
     if len(set(config.windows)) > 1:
-        raise ModelError("Mixtral's format has one sliding window for all layers; this model's differ.")
+        raise ModelError("The format has one sliding window for all layers; this model's differ.")
     return config.windows[0] or None
 
 
 def _rope(rope: RopeConfig) -> dict[str, Any]:
     if rope.kind is RopeKind.FACTORS:
         raise ModelError(
-            "Mixtral's format can not hold a GGUF file's RoPE factors; start from the model's original form."
+            "config.json can not hold a GGUF file's RoPE factors; start from the model's original form."
         )
     values: dict[str, Any] = {"rope_type": rope.kind.value, "rope_theta": rope.theta}
     if rope.kind is not RopeKind.DEFAULT:

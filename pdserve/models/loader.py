@@ -14,6 +14,7 @@ import torch
 from pdserve.errors import ModelError
 from pdserve.models.config import ModelConfig
 from pdserve.models.digests import read_lock, verified_digest
+from pdserve.models.forms import FORMS, folder_of
 from pdserve.models.gguf_config import config_from_gguf
 from pdserve.models.gguf_file import read_gguf
 from pdserve.models.gguf_weights import freq_factors, weights_from_gguf
@@ -54,34 +55,43 @@ def _from_directory(source: Source, dtype: torch.dtype, keep_quantised: bool) ->
     with ThreadPoolExecutor(max_workers=2) as pool:
         digest = pool.submit(verified_digest, files.files, read_lock(source.path))
         bundle = pool.submit(load_bundle_from_dir, source.path)
-        weights = read_weights(files, dtype)
+        weights, kept = read_weights(files, dtype, keep_quantised=keep_quantised)
         return _Parts(
-            config=files.config, weights=weights, quantised={}, tokenizer=bundle.result(),
+            config=files.config, weights=weights, quantised=kept, tokenizer=bundle.result(),
             digest=digest.result(),
         )  # fmt: skip
 
 
-def _agreeing(tokenizer: TokenizerBundle, config: ModelConfig) -> TokenizerBundle:
-    """The bundle with the model's own limits, which know of scaled contexts and padded vocabularies."""
+def _agreeing(tokenizer: TokenizerBundle, config: ModelConfig, source: Source) -> TokenizerBundle:
+    """The bundle with the model's own limits, which know of scaled contexts and padded vocabularies, and the
+    name that all forms of a model have.
+    """
+    form = (source.path.parent / FORMS).is_file()
     return dataclasses.replace(
         tokenizer,
+        model_name=source.name if form else tokenizer.model_name,
         vocab_size=config.vocab_size,
         max_context=config.max_context,
         end_token_ids=config.end_token_ids,
     )
 
 
-def load_model(source: str, dtype: str = "bfloat16", *, keep_quantised: bool = False) -> LoadedModel:
+def load_model(
+    source: str, dtype: str = "bfloat16", *, keep_quantised: bool = False, role: str = "aggregated"
+) -> LoadedModel:
     """Loads and checks a model.
 
     source: a registered name, a Hugging Face directory, a .gguf file, or a hub id. dtype: "float32" or
     "bfloat16"; all weights come in it. keep_quantised: linears that the files have quantised come as
-    `LoadedModel.quantised` instead, for kernels that take them. Raises ModelError, with a sentence, for
-    anything that is missing, damaged or not supported.
+    `LoadedModel.quantised` instead, for kernels that take them. role: of the worker, where the model has
+    forms for roles (`forms`). Raises ModelError, with a sentence, for anything that is missing, damaged or
+    not supported.
     """
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}.")
     found = locate(source)
+    if found.path.is_dir():
+        found = dataclasses.replace(found, path=folder_of(found.path, role))
     read = _from_directory if found.path.is_dir() else _from_gguf
     parts = read(found, DTYPES[dtype], keep_quantised)
     check_finite(parts.weights.items())
@@ -92,7 +102,7 @@ def load_model(source: str, dtype: str = "bfloat16", *, keep_quantised: bool = F
         config=config,
         weights=parts.weights,
         quantised=parts.quantised,
-        tokenizer=_agreeing(parts.tokenizer, config),
+        tokenizer=_agreeing(parts.tokenizer, config, found),
         digest=parts.digest,
         dtype=dtype,
         limits=config.limits(),

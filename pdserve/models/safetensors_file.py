@@ -24,6 +24,11 @@ MAX_TENSORS = 1 << 16
 MAX_NAME = 512
 MAX_DIMS = 8
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PACKED = {
+    "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""Types that only quantised models may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +40,11 @@ class StoredTensor:
     dtype: torch.dtype
     offset: int
     num_bytes: int
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it may be a weight as it is."""
+        return self.dtype in _DTYPES.values()
 
     def read(self, dtype: torch.dtype) -> torch.Tensor:
         """The values, converted to `dtype`. Raises ModelError if the file has become shorter."""
@@ -57,10 +67,11 @@ def _counts(value: Any, limit: int) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _entry(path: Path, entry: Any, start: int) -> StoredTensor:
+def _entry(path: Path, entry: Any, start: int, quantised: bool) -> StoredTensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         _refuse("a tensor's description is malformed")
-    dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    known = _DTYPES | _PACKED if quantised else _DTYPES
+    dtype = known.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         _refuse("a tensor has a type other than float64, float32, float16 and bfloat16")
     shape = _counts(entry["shape"], MAX_DIMS)
@@ -85,7 +96,7 @@ def _check_cover(tensors: dict[str, StoredTensor], start: int, size: int) -> Non
         _refuse("its length does not match its header; it may be truncated")
 
 
-def _parse(path: Path, file: BinaryIO, size: int) -> dict[str, StoredTensor]:
+def _parse(path: Path, file: BinaryIO, size: int, quantised: bool) -> dict[str, StoredTensor]:
     if size < 10:
         _refuse("it is too short")
     (length,) = struct.unpack("<Q", file.read(8))
@@ -96,17 +107,19 @@ def _parse(path: Path, file: BinaryIO, size: int) -> dict[str, StoredTensor]:
     if len(header) > MAX_TENSORS or any(len(name) > MAX_NAME for name in header):
         _refuse("it has too many tensors or too long names")
     start = 8 + length
-    tensors = {name: _entry(path, entry, start) for name, entry in header.items()}
+    tensors = {name: _entry(path, entry, start, quantised) for name, entry in header.items()}
     _check_cover(tensors, start, size)
     return tensors
 
 
-def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file by name. Raises ModelError for anything it can not trust."""
+def read_safetensors(path: Path, *, quantised: bool = False) -> dict[str, StoredTensor]:
+    """The tensors of a file by name. quantised: integers and FP8 are taken too. Raises ModelError for
+    anything it can not trust.
+    """
     try:
         if not path.is_file():
             _refuse("it is missing")
         with path.open("rb") as file:
-            return _parse(path, file, os.fstat(file.fileno()).st_size)
+            return _parse(path, file, os.fstat(file.fileno()).st_size, quantised)
     except OSError:
         _refuse("it can not be read; check its permissions")

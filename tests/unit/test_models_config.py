@@ -74,7 +74,6 @@ def test_qwen_has_biases_on_qkv_alone_and_qwen3_norms_on_heads() -> None:
         ({"model_type": 7}, "model_type must be a short text"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures must name LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu"),
-        ({"quantization_config": {"bits": 4}}, "quantised format"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "64"}, "hidden_size must be an integer"),
         ({"hidden_size": True}, "hidden_size must be an integer"),

@@ -1,0 +1,31 @@
+"""Directories with a model in several forms, one for each role of a worker.
+
+What lives here: which folder a role loads. What does not: writing them (`pdserve.calibrate.write`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdserve.errors import ModelError
+from pdserve.models.json_file import read_object
+
+FORMS = "forms.json"
+ROLES = ("prefill", "decode", "aggregated")
+
+
+def folder_of(directory: Path, role: str) -> Path:
+    """The model's folder for a worker of this role: the directory itself where it has one form.
+
+    Raises ModelError for a list of forms that is not usable.
+    """
+    if not (directory / FORMS).is_file():
+        return directory
+    values = read_object(directory / FORMS)
+    roles = values.get("roles")
+    if values.get("version") != 1 or not isinstance(roles, dict):
+        raise ModelError(f"{FORMS} is not usable: it is of another version, or names no roles.")
+    name = roles.get(role)
+    if not isinstance(name, str) or Path(name).name != name or not (directory / name).is_dir():
+        raise ModelError(f"{FORMS} is not usable: it names no folder for the role {role[:40]!r}.")
+    return directory / name
