@@ -109,7 +109,9 @@ def reserve(
     full = content_keys(call.token_ids, ctx.page_size, salt=salt, model=ctx.model, numerics=ctx.numerics)
     holder = Holder(HolderKind.REQUEST, seq_id)
     usable = full[: (num_tokens - 1) // ctx.page_size] if call.use_prefix_cache else ()
-    hits = pages.match_and_hold(usable, holder)
+    total = ctx.num_pages(min(longest, num_tokens + ctx.growth_tokens))
+    home = _home(ctx, pages, usable, total, kept)
+    hits = pages.match_and_hold(usable, holder, home)
     keys = _with_tail(ctx, call, full, salt)
     made = Reservation(
         mode=HandoverMode.DISAGGREGATED, pages=hits, num_pages=ctx.num_pages(num_tokens), hit_pages=len(hits),
@@ -125,8 +127,7 @@ def reserve(
         # The scheduler finds the hits again when the sequence's turn comes; until then it holds nothing.
         pages.drop_all(holder)
         return replace(made, pages=(), hit_pages=0)
-    total = ctx.num_pages(min(longest, num_tokens + ctx.growth_tokens))
-    table = _fill_up(ctx, pages, holder, hits=hits, old=old, total=total)
+    table = _fill_up(ctx, pages, holder, home, hits=hits, old=old, total=total)
     if table is None:
         pages.drop_all(holder)
         return _refuse(call, Refusal.FULL, "no pages are free", retry_after_s=0.1)
@@ -151,6 +152,7 @@ def _fill_up(
     ctx: RoleContext,
     pages: PageManager,
     holder: Holder,
+    home: int | None,
     *,
     hits: tuple[int, ...],
     old: dict[int, int],
@@ -162,12 +164,27 @@ def _fill_up(
     in an empty pool, may have all of it.
     """
     missing = [i for i in range(len(hits), total) if i not in old]
-    keep_back = min(ctx.floor_pages, max(0, pages.num_usable - total)) if missing else 0
-    fresh = pages.reserve(len(missing), holder, keep_back=keep_back)
+    keep_back = _floor(ctx, pages, total) if missing else 0
+    fresh = pages.reserve(len(missing), holder, keep_back=keep_back, home=home)
     if fresh is None:
         return None
     found = old | dict(zip(missing, fresh, strict=True))
     return (*hits, *(found[i] for i in range(len(hits), total)))
+
+
+def _floor(ctx: RoleContext, pages: PageManager, total: int) -> int:
+    return min(ctx.floor_pages, max(0, pages.num_usable - total))
+
+
+def _home(
+    ctx: RoleContext, pages: PageManager, keys: tuple[bytes, ...], total: int, kept: Kept | None
+) -> int | None:
+    """Where all pages of the request will be: where those are that it takes over, or else the best choice;
+    None where it fits nowhere."""
+    old = kept.usable(pages, 0) if kept is not None else {}
+    if old:
+        return pages.homes.home(next(iter(old.values())))
+    return pages.choose(keys, total, [_floor(ctx, pages, total)] * pages.homes.num_homes)
 
 
 def _with_tail(ctx: RoleContext, call: Reserve, full: tuple[bytes, ...], salt: bytes) -> tuple[bytes, ...]:

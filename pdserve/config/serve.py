@@ -77,8 +77,9 @@ class ServeConfig:
     )
     rank_attention: str = setting(
         "divided",
-        help="Whether ranks divide attention, or each computes all of it and they divide experts alone: then "
-        "a worker goes on without a lost rank whose experts have replicas.",
+        help="How the ranks of a worker share attention: divided by heads; repeated: each computes all of it "
+        "and they divide experts alone, so that it goes on without a lost rank whose experts have replicas; "
+        "rows: each computes sequences of its own and holds their pages alone.",
         choices=RANK_ATTENTION,
     )
     dtype: str = setting("bfloat16", help="Number type of weights, activations and KV pages.", choices=DTYPES)

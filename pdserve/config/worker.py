@@ -15,7 +15,7 @@ DTYPES = ("float32", "bfloat16")
 TRANSPORTS = ("shm", "tcp", "nixl")
 WEIGHTS = ("exact", "w8a8", "w4a8")
 KV_MIXING = ("strict", "relaxed")
-RANK_ATTENTION = ("divided", "repeated")
+RANK_ATTENTION = ("divided", "repeated", "rows")
 RANK_EXCHANGES = ("shm", "gloo")
 MAX_TP = 64
 NO_QUANTISED_RANKS = "workers of several ranks compute with exact weights; use exact, or one rank"
@@ -104,8 +104,9 @@ class WorkerConfig:
     rank_exchange: str = setting("shm", help="How the ranks exchange tensors.", choices=RANK_EXCHANGES)
     rank_attention: str = setting(
         "divided",
-        help="Whether ranks divide attention, or each computes all of it and they divide experts alone: then "
-        "a worker goes on without a lost rank whose experts have replicas.",
+        help="How ranks share attention: divided by heads; repeated: each computes all of it and they divide "
+        "experts alone, so that a worker goes on without a lost rank whose experts have replicas; rows: each "
+        "computes sequences of its own and holds their pages alone.",
         choices=RANK_ATTENTION,
     )
     nice: int = setting(0, help="Added to the process's nice value at start.", minimum=0, maximum=19)
@@ -138,6 +139,16 @@ class WorkerConfig:
     def attention_repeated(self) -> bool:
         """Whether the ranks divide experts alone."""
         return self.tp > 1 and self.rank_attention == "repeated"
+
+    @property
+    def attention_rows(self) -> bool:
+        """Whether each rank has sequences of its own."""
+        return self.tp > 1 and self.rank_attention == "rows"
+
+    @property
+    def num_homes(self) -> int:
+        """Parts of the page pool, each a rank's: 1 unless ranks have sequences of their own."""
+        return self.tp if self.attention_rows else 1
 
     @property
     def secret_bytes(self) -> bytes:

@@ -14,13 +14,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pdserve.engine.batch import Batch, build_batch, fault
+from pdserve.engine.batch import build_batch, fault
 from pdserve.engine.numerics import numerics_id
+from pdserve.engine.own_rows import OwnRows, everywhere
 from pdserve.engine.sampler import Draw, sample
 from pdserve.engine.threads import apply_thread_count
 from pdserve.engine.warmup import warmup_plans
 from pdserve.errors import ConfigError
 from pdserve.kernels.kv_view import KVView, inner_layout
+from pdserve.kvcache.homes import Homes
 from pdserve.kvcache.layout import PageLayout
 from pdserve.kvcache.pool import KVPool
 from pdserve.layers.moe import ExpertLoad
@@ -30,6 +32,7 @@ from pdserve.models.decoder import Decoder
 from pdserve.models.loaded import LoadedModel
 from pdserve.models.precision import EXACT, packer
 from pdserve.models.sharded import build_repeated, build_shard, shard_config
+from pdserve.models.sharded_rows import OwnRowsDecoder, build_own_rows
 from pdserve.parallel.group import Group
 from pdserve.parallel.placement_table import Placement
 from pdserve.parallel.shards import shards
@@ -53,11 +56,9 @@ def page_layout(config: ModelConfig, *, page_size: int, dtype: str) -> PageLayou
     )
 
 
-def rank_config(config: ModelConfig, group: Group | None, repeated: bool = False) -> ModelConfig:
-    """The model that this process computes: its rank's part. Raises ConfigError."""
-    return (
-        config if group is None or repeated else shard_config(config, shards(config, group.size)[group.rank])
-    )
+def rank_config(config: ModelConfig, group: Group | None, whole: bool = False) -> ModelConfig:
+    """The model that this process computes: its rank's part, or all of attention. Raises ConfigError."""
+    return config if group is None or whole else shard_config(config, shards(config, group.size)[group.rank])
 
 
 def _built(
@@ -65,7 +66,7 @@ def _built(
     deterministic: bool,
     group: Group | None,
     placement: Placement | None,
-    repeated: bool,
+    attention: str,
     weights: str,
 ) -> Decoder:
     pack = packer(weights, model.quantised, deterministic=deterministic)
@@ -73,8 +74,11 @@ def _built(
         return build_decoder(model.config, model.weights, deterministic=deterministic, pack=pack)
     if weights != EXACT:
         raise ConfigError("weights: several ranks compute with exact weights only; use exact, or one rank")
-    build = build_repeated if repeated else build_shard
+    build = _BUILDS[attention]
     return build(model.config, model.weights, deterministic=deterministic, group=group, placement=placement)
+
+
+_BUILDS = {"divided": build_shard, "repeated": build_repeated, "rows": build_own_rows}
 
 
 def _kv_view(pool: KVPool, latent: bool) -> KVView:
@@ -109,7 +113,7 @@ class ModelRunner:
         capture_logits: bool = False,
         group: Group | None = None,
         placement: Placement | None = None,
-        repeated: bool = False,
+        attention: str = "divided",
         threads: int | None = None,
         weights: str = EXACT,
     ) -> None:
@@ -118,26 +122,31 @@ class ModelRunner:
         group: the ranks that compute it together, each with its runner and pool; None: this process alone.
         All are given the same plans, in order; rank 0 samples, and nothing that breaks is tried again.
         placement: of experts over the group; None: in order.
-        repeated: the ranks divide experts alone. threads: None for the process's default.
-        weights: the scheme of linears (`models.precision`).
+        attention: divided by heads; "repeated": the ranks divide experts alone; "rows": each rank computes
+        the sequences whose pages lie in its part of the pool, which all ranks map. threads: None for the
+        process's default. weights: the scheme of linears (`models.precision`).
         """
         if device != "cpu":
             raise ConfigError(f"device {device!r} is not supported; use cpu")
-        own = rank_config(model.config, group, repeated)
+        whole = group is None or attention != "divided"
+        own = rank_config(model.config, group, whole)
         wanted = page_layout(own, page_size=pool.layout.page_size, dtype=model.dtype)
         if pool.layout != wanted:
             raise ConfigError("the page pool was made for another model, dtype or kernel")
         apply_thread_count(threads)
         self.config = model.config
-        ranks, exchange = (1, "") if group is None or repeated else (group.size, group.kind)
+        ranks, exchange = (1, "") if group is None or whole else (group.size, group.kind)
         self.numerics_id = numerics_id(
             dtype=model.dtype, deterministic=deterministic, ranks=ranks, exchange=exchange, weights=weights
         )
         self.last_logits: dict[str, torch.Tensor] = {}
         self._pool = pool
         self._kv = _kv_view(pool, own.latent is not None)
-        self._decoder = _built(model, deterministic, group, placement, repeated, weights)
+        self._decoder = _built(model, deterministic, group, placement, attention, weights)
         self._group = group
+        self._own: OwnRows | None = None
+        if isinstance(self._decoder, OwnRowsDecoder) and group is not None:
+            self._own = OwnRows(Homes.over(pool.num_pages, group.size), group)
         self._capture = capture_logits
 
     @property
@@ -160,13 +169,19 @@ class ModelRunner:
         """Pages of the pool."""
         return self._kv.num_pages
 
+    @property
+    def homes(self) -> Homes:
+        """Parts of the pool: a sequence's pages lie in one."""
+        return Homes.over(self.num_pages) if self._own is None else self._own.homes
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Carries the plan out. Raises nothing for what one sequence did; see `StepResult.failed`."""
         began = time.perf_counter()
         self.last_logits = {}
-        for page in plan.zero_pages:
+        pages = plan if self._own is None else self._own.part(plan)
+        for page in pages.zero_pages:
             self._pool.zero(page)
-        for source, target in plan.copies:
+        for source, target in pages.copies:
             self._pool.copy_page(source, target)
         faults = {s.seq_id: self._fault(s) for s in plan.seqs}
         failed = {seq_id: why for seq_id, why in faults.items() if why is not None}
@@ -185,14 +200,16 @@ class ModelRunner:
 
         chunk_tokens: rows of a prefill chunk. progress: called with (steps done, steps in all).
         """
-        plans = list(
-            warmup_plans(
-                num_pages=self.num_pages,
-                page_size=self.page_size,
-                chunk=min(chunk_tokens, self.num_pages * self.page_size, self.config.max_context),
+        homes, size = self.homes, self.page_size
+        plans = [
+            everywhere(plan, homes)
+            for plan in warmup_plans(
+                num_pages=homes.pages_each,
+                page_size=size,
+                chunk=min(chunk_tokens, homes.pages_each * size, self.config.max_context),
                 max_num_seqs=max_num_seqs,
             )
-        )
+        ]
         for done, plan in enumerate(plans, 1):
             self.execute(plan)
             if progress is not None:
@@ -202,20 +219,21 @@ class ModelRunner:
             self.expert_load.reset()
 
     def _fault(self, seq: SeqStep) -> str | None:
-        return fault(
+        found = fault(
             seq,
             vocab_size=self.config.vocab_size,
             num_pages=self.num_pages,
             page_size=self.page_size,
             max_context=self.config.max_context,
         )
+        return self._own.fault(seq) if found is None and self._own is not None else found
 
     def _run(self, seqs: Sequence[SeqStep], failed: dict[str, str]) -> dict[str, int]:
         """Computes all sequences at once; if that breaks, one by one, so that only the broken one fails."""
         if not seqs:
             return {}
         try:
-            return self._forward(build_batch(seqs, self.page_size), failed)
+            return self._forward(seqs, failed)
         except Exception:
             if self._group is not None:
                 raise  # the other ranks are where this one is not: only all of them together can start again
@@ -228,17 +246,27 @@ class ModelRunner:
             tokens |= self._run([seq], failed)
         return tokens
 
-    def _forward(self, batch: Batch, failed: dict[str, str]) -> dict[str, int]:
+    def _forward(self, seqs: Sequence[SeqStep], failed: dict[str, str]) -> dict[str, int]:
         with torch.inference_mode():
-            logits_RV = self._decoder.forward(batch.token_ids_T, self._kv, batch.meta, batch.logit_rows_R)
+            sampled, logits_RV = self._compute(seqs)
             if self._group is not None and self._group.rank:
                 return {}
             finite = torch.isfinite(logits_RV.sum(dim=1)).tolist()
         rows = [i for i, good in enumerate(finite) if good]
-        failed |= {s.seq_id: _NOT_NUMBERS for s, good in zip(batch.sampled, finite, strict=True) if not good}
+        failed |= {s.seq_id: _NOT_NUMBERS for s, good in zip(sampled, finite, strict=True) if not good}
         if len(rows) < len(finite):
             logits_RV = logits_RV[rows]
-        return self._sample([batch.sampled[i] for i in rows], logits_RV)
+        return self._sample([sampled[i] for i in rows], logits_RV)
+
+    def _compute(self, seqs: Sequence[SeqStep]) -> tuple[tuple[SeqStep, ...], torch.Tensor]:
+        """The sampled sequences and their logits [R, V], in one order."""
+        if self._own is not None:
+            assert isinstance(self._decoder, OwnRowsDecoder)
+            return self._own.compute(self._decoder, seqs, self._kv)
+        batch = build_batch(seqs, self.page_size)
+        return batch.sampled, self._decoder.forward(
+            batch.token_ids_T, self._kv, batch.meta, batch.logit_rows_R
+        )
 
     def _sample(self, seqs: Sequence[SeqStep], logits_RV: torch.Tensor) -> dict[str, int]:
         if self._capture:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pdserve.errors import InternalError
 from pdserve.kvcache.ages import PageAgeBook
+from pdserve.kvcache.homes import Homes
 from pdserve.types import PageAges, PageName, UsedState
 
 
@@ -53,11 +54,12 @@ class PageAllocator:
     """Owns the state of every page of one pool. Only the control thread's `PageManager` calls it.
 
     Misuse (holding a free page, sealing one that is not filling, …) raises InternalError and changes nothing.
+    So does a request that would hold pages of two homes: its rows can be computed on one rank only.
     """
 
-    def __init__(self, num_pages: int, pool_id: int) -> None:
-        if num_pages < 1:
-            raise ValueError("num_pages must be at least 1")
+    def __init__(self, num_pages: int, pool_id: int, num_homes: int = 1) -> None:
+        """Raises ValueError unless the pages divide over the homes, at least one for each."""
+        self.homes = Homes.over(num_pages, num_homes)
         self.num_pages = num_pages
         self.pool_id = pool_id
         self._state = [PageState.FREE] * num_pages
@@ -67,7 +69,8 @@ class PageAllocator:
         self._counts = dict.fromkeys(PageState, 0)
         self._counts[PageState.FREE] = num_pages
         # Last freed, first taken: warm caches, and memory that was never touched stays untouched.
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._free = [list(reversed(self.homes.pages(home))) for home in range(num_homes)]
+        self._num_quarantined = [0] * num_homes
         self._pages_of: dict[Holder, dict[int, None]] = {}
         self._num_pins = 0
         self._changed: dict[int, None] = {}
@@ -79,12 +82,15 @@ class PageAllocator:
 
     # ---- changes -------------------------------------------------------------------------------------
 
-    def take(self, n: int, holder: Holder) -> tuple[int, ...] | None:
-        """Turns n free pages into reserved pages of `holder`; None (and no change) when fewer are free."""
+    def take(self, n: int, holder: Holder, home: int = 0) -> tuple[int, ...] | None:
+        """Turns n free pages of a home into reserved pages of `holder`; None (and no change) when fewer are
+        free there."""
         _require(holder.kind in (HolderKind.REQUEST, HolderKind.TRANSFER), "only owners take pages")
-        if n > len(self._free):
+        self._require_home(holder, home)
+        free = self._free[home]
+        if n > len(free):
             return None
-        pages = tuple(self._free.pop() for _ in range(n))
+        pages = tuple(free.pop() for _ in range(n))
         for page in pages:
             self._move(page, PageState.RESERVED)
             self._add(page, holder)
@@ -116,6 +122,7 @@ class PageAllocator:
         _require(
             holder.kind is not HolderKind.CACHE or state is PageState.SEALED, "only sealed pages are cached"
         )
+        self._require_home(holder, self.homes.home(page))
         self._add(page, holder)
         self._note(page)
 
@@ -135,6 +142,7 @@ class PageAllocator:
     def quarantine(self, page: int) -> None:
         """Takes a held page out of use for this incarnation: its I/O did not end. It never becomes free."""
         _require(self._state[page] is not PageState.FREE, "a free page has nothing to quarantine")
+        self._num_quarantined[self.homes.home(page)] += self._state[page] is not PageState.QUARANTINED
         self._move(page, PageState.QUARANTINED)
         self._add(page, _QUARANTINE)
         self._note(page)
@@ -154,7 +162,20 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self._counts[PageState.FREE]
+
+    def free_at(self, home: int) -> int:
+        """Free pages of one home."""
+        return len(self._free[home])
+
+    def quarantined_at(self, home: int) -> int:
+        """Quarantined pages of one home."""
+        return self._num_quarantined[home]
+
+    def home_of(self, holder: Holder) -> int | None:
+        """Where the holder's first page lies; None while it holds none."""
+        first = next(iter(self._pages_of.get(holder, ())), None)
+        return None if first is None else self.homes.home(first)
 
     @property
     def num_pins(self) -> int:
@@ -207,15 +228,28 @@ class PageAllocator:
         for state in self._state:
             tally[state] += 1
         free = sorted(page for page in range(self.num_pages) if self._state[page] is PageState.FREE)
-        if tally != self._counts or sorted(self._free) != free:
-            return "counts or free list differ from the states"
+        listed = [page for home in range(self.homes.num_homes) for page in sorted(self._free[home])]
+        if tally != self._counts or listed != free:  # in this order only if each list has its home's alone
+            return "counts or free lists differ from the states"
+        if sum(self._num_quarantined) != tally[PageState.QUARANTINED]:
+            return "quarantined pages by home differ from the states"
         pairs = {(page, holder) for holder, pages in self._pages_of.items() for page in pages}
         held = {(page, holder) for page in range(self.num_pages) for holder in self._holders[page]}
         if sum(_is_pin(holder) for _, holder in held) != self._num_pins:
             return "the number of I/O pins differs from the holders"
-        return "" if pairs == held and all(self._pages_of.values()) else "holder table differs from the pages"
+        if pairs != held or not all(self._pages_of.values()):
+            return "holder table differs from the pages"
+        homes = ({self.homes.home(page) for page in pages} for holder, pages in self._requests())
+        return "a request has pages of two homes" if any(len(found) > 1 for found in homes) else ""
 
     # ---- inside --------------------------------------------------------------------------------------
+
+    def _requests(self) -> Iterable[tuple[Holder, Iterable[int]]]:
+        return ((h, pages) for h, pages in self._pages_of.items() if h.kind is HolderKind.REQUEST)
+
+    def _require_home(self, holder: Holder, home: int) -> None:
+        if holder.kind is HolderKind.REQUEST:
+            _require(self.home_of(holder) in (None, home), "a request's pages lie in one home")
 
     def _page_problem(self, page: int) -> str:
         state, held = self._state[page], self._holders[page]
@@ -275,7 +309,7 @@ class PageAllocator:
         self._valid_rows[page] = 0
         self._generation[page] += 1
         self._changed[page] = None
-        self._free.append(page)
+        self._free[self.homes.home(page)].append(page)
 
 
 _USES = {

@@ -108,7 +108,8 @@ class KVPool(_Mapping):
     def create(cls, layout: PageLayout, num_pages: int, pool_id: int, *, shared: bool = False) -> KVPool:
         """A new zeroed pool, its pages not yet backed by memory. Raises InternalError if there is no room.
 
-        shared: one more process will write it (`adopt`): a rank's pool, which its leader fills.
+        shared: others will write it too: a rank's pool, which its leader fills (`adopt`), or one that lies in
+        parts on all ranks (`join`).
         """
         header = PoolHeader.of(layout, num_pages, pool_id)
         fd = _open_segment(header.total_bytes)
@@ -132,15 +133,17 @@ class KVPool(_Mapping):
         fd: becomes this pool's. as_id: what it is called from now on. Raises Incompatible if there is another
         thing behind it.
         """
-        try:
-            header = _foreign_header(fd, layout.fingerprint(), pool_id)
-            mapping = mmap.mmap(fd, header.total_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        except (OSError, ValueError) as error:
-            os.close(fd)
-            raise Incompatible("the rank's page pool can not be mapped") from error
+        header, mapping = _map_shared(fd, layout, pool_id)
         _close_to_writers(fd)
         header = PoolHeader.of(layout, header.num_pages, as_id)
         mapping[: len(header.pack())] = header.pack()
+        return cls(fd, mapping, header, layout)
+
+    @classmethod
+    def join(cls, fd: int, layout: PageLayout, pool_id: int) -> KVPool:
+        """Another process's shared pool, of which some pages are ours to write; it closes the pool to writers
+        when all have joined. The rest: as for `adopt`."""
+        header, mapping = _map_shared(fd, layout, pool_id)
         return cls(fd, mapping, header, layout)
 
     def pages_view(self) -> memoryview:
@@ -160,16 +163,24 @@ class KVPool(_Mapping):
         """Writes a page's generation into the mapped header; before any new byte of that page."""
         self._generations[self._checked(page)] = generation
 
-    def prefault(self) -> None:
-        """Backs all pages with memory now, keeping their content. Costs their full size and some time. Raises
-        InternalError if there is no room."""
+    def close_to_writers(self) -> None:
+        """Lets nobody else map it writable from now on."""
+        _close_to_writers(self.fd)
+
+    def prefault(self, pages: range | None = None) -> None:
+        """Backs these pages, or the whole pool, with memory now, keeping their content. Costs their full size
+        and some time. Raises InternalError if there is no room."""
+        start, length = 0, len(self._map)
+        if pages is not None:
+            stride = self._header.stride_bytes
+            start, length = self._header.header_bytes + pages.start * stride, len(pages) * stride
         try:
-            self._map.madvise(_MADV_POPULATE_WRITE)
+            self._map.madvise(_MADV_POPULATE_WRITE, start, length)
         except (OSError, ValueError) as error:
             if getattr(error, "errno", errno.EINVAL) != errno.EINVAL:
                 raise _no_room() from error
             # an older kernel: touch every page
-            torch.frombuffer(self._map, dtype=torch.uint8)[::PAGE_ALIGN_BYTES].add_(0)
+            torch.frombuffer(self._map, dtype=torch.uint8)[start : start + length : PAGE_ALIGN_BYTES].add_(0)
 
     def close(self) -> None:
         """Gives the descriptor and the mapping up; memory goes when no process and no view uses it."""
@@ -196,6 +207,16 @@ class RemotePool(_Mapping):
         except (OSError, ValueError) as error:
             raise Incompatible("the peer's page pool can not be mapped") from error
         return cls(mapping, header)
+
+
+def _map_shared(fd: int, layout: PageLayout, pool_id: int) -> tuple[PoolHeader, mmap.mmap]:
+    """Raises Incompatible, and closes the descriptor, if there is another thing behind it."""
+    try:
+        header = _foreign_header(fd, layout.fingerprint(), pool_id)
+        return header, mmap.mmap(fd, header.total_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError) as error:
+        os.close(fd)
+        raise Incompatible("the rank's page pool can not be mapped") from error
 
 
 def _foreign_header(fd: int, fingerprint: str, pool_id: int) -> PoolHeader:

@@ -4,8 +4,9 @@ What lives here: cutting the experts' weights, and the `ExpertRunner` whose expe
 not: the layer around it (`pdserve.layers.moe`), who sends which rows (`pdserve.parallel.expert_exchange`),
 attention's ranks (`sharded`), which table is best (`pdserve.parallel`).
 
-Ranks of one replica have the same input after attention, so they route and sort alike (`SharedRows`). No
-number is added across ranks, so the bits are those of one device in every mode.
+Ranks of one replica have the same input after attention, so they route and sort alike (`SharedRows`), or each
+has rows of its own (`OwnedRows`). No number is added across ranks, so the bits are those of one device in
+every mode.
 
 Legend: T tokens, C choices per token, M rows of our slots, S slots, E hidden size, F inner size.
 """
@@ -146,9 +147,11 @@ class SwapExperts:
         self.trial: Comparison | None = None
 
     def __call__(self, x_TE: torch.Tensor, experts_TC: torch.Tensor) -> ExpertRows:
-        """See `ExpertRunner`. With a trial, that is shown the first rows that come by."""
-        if self.trial is not None and self.trial.same is None and len(x_TE):
-            self.trial.compare(self.current, x_TE, experts_TC)
+        """See `ExpertRunner`. With a trial, that is shown the first rows that come by: if all ranks have
+        them, for it exchanges rows. Else it waits for rows of its own (`ExpertBank.probe`)."""
+        trial = self.trial
+        if trial is not None and trial.same is None and len(x_TE) and self.current.exchange.alike:
+            trial.compare(self.current, x_TE, experts_TC)
         return self.current(x_TE, experts_TC)
 
     def join(self, out_OE: torch.Tensor, num_tokens: int) -> torch.Tensor:

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -77,7 +77,11 @@ class Returned:
 class ExpertExchange(Protocol):
     """Called by every rank of a group in the same order; raises what the group raises. The three methods
     follow one another; the last one only where `combine` says which tokens are ours.
+
+    alike: whether all ranks dispatch the same rows.
     """
+
+    alike: ClassVar[bool]
 
     def dispatch(self, x_TE: torch.Tensor, slots_TC: torch.Tensor) -> Dispatched:
         """Brings the rows of our slots. slots_TC: int64, -1 for a choice that does not count."""
@@ -98,6 +102,7 @@ class SharedRows:
     that an all-to-all must spare the busiest rank; negative: always all to all.
     """
 
+    alike: ClassVar[bool] = True
     slots: tuple[range, ...]
     group: Group
     least_saving: int = LEAST_SAVING
@@ -179,6 +184,7 @@ class SharedRows:
 class OwnedRows:
     """Each rank has tokens of its own, any number of them. slots: by rank, one after the other."""
 
+    alike: ClassVar[bool] = False
     slots: tuple[range, ...]
     group: Group
 

@@ -29,7 +29,7 @@ class Kind(IntEnum):
     HELLO = 1
     """JSON: rank, token, channel ("work" or "life"). The first frame of a connection."""
     READY = 2
-    """JSON: what the rank loaded, with its pool's descriptor."""
+    """JSON: what the rank loaded, with its pool's descriptor where it has one of its own."""
     FAILED = 3
     """JSON: label and message of the error that ends the rank."""
     PLAN = 4
@@ -41,6 +41,8 @@ class Kind(IntEnum):
     """Empty: end."""
     MEET = 7
     """Empty: all ranks are ready, join the group. With the descriptor of its shared memory, if any."""
+    POOL = 11
+    """JSON: the id of the pool of all ranks, before MEET. With its descriptor."""
     ABORTED = 9
     """From a rank: u64 serial number of a step that was given up, for a rank is lost."""
     REGROUP = 10

@@ -17,7 +17,7 @@ RankGroup = TorchGroup | ShmGroup | SurvivingGroup
 
 def joint_numerics(config: WorkerConfig) -> str:
     """The numerics id of the worker's ranks, before they have a runner."""
-    if config.attention_repeated:  # nothing is added or divided but experts
+    if config.rank_attention != "divided":  # nothing is added or divided but experts
         return numerics_id(dtype=config.dtype, deterministic=config.deterministic, ranks=1, exchange="")
     return numerics_id(
         dtype=config.dtype, deterministic=config.deterministic, ranks=config.tp, exchange=config.rank_exchange

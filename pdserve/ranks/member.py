@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import socket
 import struct
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pdserve.engine.runner import ModelRunner
 from pdserve.errors import InternalError, PdserveError, WorkerLost
 from pdserve.garbage import keep_what_is_loaded
+from pdserve.kvcache.homes import Homes
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.loader import load_model
 from pdserve.parallel.shards import thread_share
@@ -28,7 +28,7 @@ from pdserve.ranks.frames import Frame, Kind, receive, send
 from pdserve.ranks.meeting import RankGroup, joint_numerics, meet
 from pdserve.ranks.placing import first_table, tender_of
 from pdserve.ranks.plans import decode_plan
-from pdserve.ranks.pools import pages_within, rank_layouts
+from pdserve.ranks.pools import joined_pool, own_pool, pool_pages, rank_layouts
 from pdserve.ranks.tender import Tender, decode, encode
 
 log = logging.getLogger(__name__)
@@ -135,19 +135,16 @@ def _load(config: RankConfig, work: socket.socket) -> tuple[_Engine, KVPool]:
     """Loads, makes the pool, tells the leader, meets the others, builds."""
     worker, rank = config.worker_config, config.rank
     model = load_model(worker.model, worker.dtype)
-    layouts = rank_layouts(
-        model.config,
-        worker.tp,
-        page_size=worker.page_size,
-        dtype=worker.dtype,
-        repeated=worker.attention_repeated,
-    )
-    num_pages = worker.num_pages or pages_within(layouts, worker.kv_memory_bytes)
-    pool = KVPool.create(layouts[rank], num_pages, secrets.randbits(64), shared=True)
-    pool.prefault()
-    numerics = joint_numerics(worker)
-    ready = {"model": model.digest, "numerics": numerics, "pool": pool.pool_id, "pages": num_pages}
-    send(work, Kind.READY, json.dumps(ready).encode(), fd=pool.fd)
+    layouts = rank_layouts(worker, model.config)
+    num_pages = pool_pages(worker, layouts)
+    pool = None if worker.attention_rows else own_pool(layouts[rank], num_pages)
+    ready = {"model": model.digest, "numerics": joint_numerics(worker), "pages": num_pages}
+    if pool is not None:
+        ready["pool"] = pool.pool_id
+    send(work, Kind.READY, json.dumps(ready).encode(), fd=None if pool is None else pool.fd)
+    if pool is None:
+        homes = Homes.over(num_pages, worker.num_homes)
+        pool = joined_pool(receive(work, with_fd=True), layouts[rank], homes, rank)
     frame = receive(work, with_fd=True)
     if frame.kind is not Kind.MEET:
         raise WorkerLost("the replica's leader is out of step")
@@ -160,7 +157,7 @@ def _load(config: RankConfig, work: socket.socket) -> tuple[_Engine, KVPool]:
         deterministic=worker.deterministic,
         group=group,
         placement=table,
-        repeated=worker.attention_repeated,
+        attention=worker.rank_attention,
         threads=threads,
     )
     tender = None if table is None else tender_of(runner, table, rank)

@@ -7,6 +7,7 @@ What lives here: the order of starting, and ending as a unit. What does not: pro
     launch all ranks                           connect: work, life
     load the model                             load the model, make the pool
     admit every rank                ◀── READY  (digest, numerics, the pool's descriptor)
+                                   [POOL ──▶   the one pool's, where ranks have sequences of their own]
                                     MEET ──▶   (the group's shared memory)
     ─────────────────────── both join the group, then build ───────────────────────
     warm up                         PLAN ──▶   compute, together
@@ -28,12 +29,13 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvtransfer.shm.server import private_directory
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, WorkerLost
+from pdserve.kvcache.homes import Homes
 from pdserve.kvcache.layout import PageLayout, rank_pool_id
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.loaded import LoadedModel
@@ -47,7 +49,7 @@ from pdserve.ranks.door import Door, Seat
 from pdserve.ranks.frames import Frame, Kind, receive, send
 from pdserve.ranks.meeting import RankGroup, joint_numerics, meet
 from pdserve.ranks.placing import first_table, tender_of
-from pdserve.ranks.pools import ReplicaPools, pages_within, rank_layouts
+from pdserve.ranks.pools import ReplicaPools, divided_pool, pool_pages, rank_layouts
 from pdserve.ranks.rebalancing import Rebalancing
 from pdserve.ranks.runner import SERIAL, ParallelRunner, expect_done, failure
 from pdserve.ranks.survival import Survival
@@ -102,30 +104,17 @@ class Replica:
         Raises what a rank raised (ModelError, ConfigError), or WorkerLost. Call `close` then.
         """
         config, deadline = self._config, time.monotonic() + START_S
-        layouts = rank_layouts(
-            model.config,
-            config.tp,
-            page_size=config.page_size,
-            dtype=config.dtype,
-            repeated=config.attention_repeated,
-        )
-        num_pages = config.num_pages or pages_within(layouts, config.kv_memory_bytes)
-        if num_pages < 2:
-            raise ConfigError("kv_memory: too small for two KV pages of this model; give more memory")
+        layouts = rank_layouts(config, model.config)
+        num_pages = pool_pages(config, layouts)
         self._seats = self._door.admit(deadline, self._ended)
         lives = {rank: seat.life for rank, seat in self._seats.items()}
         self._beats = Beats(lives, self._lost, spare=self._spared)
         self._beats.start()
-        pool = KVPool.create(layouts[0], num_pages, pool_id)
-        pool.prefault()
-        pools = [pool]
-        for rank, frame in self._ready(deadline).items():
-            pools.append(
-                _adopted(frame, model, config, num_pages, layouts[rank], rank_pool_id(pool_id, rank))
-            )
-        self._pools = ReplicaPools(pools)
+        pool = self._make_pools(model, layouts, num_pages, pool_id, deadline)
         self._group = self._meet()
-        return self._runner(model, pool, self._group), pool
+        runner = self._runner(model, pool, self._group)
+        pool.close_to_writers()
+        return runner, pool
 
     def serve(self) -> None:
         """Everything is loaded and warm: from now on a silent rank is a dead one."""
@@ -164,6 +153,27 @@ class Replica:
         self._seats = {}
         shutil.rmtree(self._directory, ignore_errors=True)
 
+    def _make_pools(
+        self, model: LoadedModel, layouts: Sequence[PageLayout], num_pages: int, pool_id: int, deadline: float
+    ) -> KVPool:
+        """Rank 0's pool, when every rank has its own too or is told where its part of ours is."""
+        config = self._config
+        if config.attention_rows:
+            pool = divided_pool(layouts[0], Homes.over(num_pages, config.num_homes), pool_id)
+            self._pools = ReplicaPools([pool])
+            for rank, frame in self._ready(deadline).items():
+                _check_loaded(frame, model, config, num_pages)
+                send(self._seats[rank].work, Kind.POOL, json.dumps(pool_id).encode(), fd=pool.fd)
+            return pool
+        pool = KVPool.create(layouts[0], num_pages, pool_id)
+        pool.prefault()
+        pools = [pool]
+        for rank, frame in self._ready(deadline).items():
+            _check_loaded(frame, model, config, num_pages)
+            pools.append(_adopted(frame, layouts[rank], rank_pool_id(pool_id, rank)))
+        self._pools = ReplicaPools(pools)
+        return pool
+
     def _meet(self) -> RankGroup:
         """Brings all ranks together in their group."""
         fd = make_segment(self._config.tp) if self._config.rank_exchange == "shm" else None
@@ -182,7 +192,7 @@ class Replica:
             on_lost=self._lost,
             deterministic=self._config.deterministic,
             placement=table,
-            repeated=self._config.attention_repeated,
+            attention=self._config.rank_attention,
             threads=thread_share(self._config.threads, self._config.tp, 0),
         )
         for seat in self._seats.values():  # from now on nobody has to wait long for anybody
@@ -249,15 +259,19 @@ class Replica:
                     break
 
 
-def _adopted(
-    frame: Frame, model: LoadedModel, config: WorkerConfig, num_pages: int, layout: PageLayout, pool_id: int
-) -> KVPool:
-    """The rank's pool, if it loaded what we did; from now on of that id."""
+def _check_loaded(frame: Frame, model: LoadedModel, config: WorkerConfig, num_pages: int) -> None:
+    """Raises unless the rank loaded what we did."""
     told = json.loads(frame.body)
     numerics = joint_numerics(config)
-    if frame.kind is not Kind.READY or frame.fd is None:
+    if frame.kind is not Kind.READY or (frame.fd is None) != config.attention_rows:
         raise WorkerLost("a rank of this replica is out of step")
     if (told["model"], told["numerics"], told["pages"]) != (model.digest, numerics, num_pages):
-        os.close(frame.fd)
+        if frame.fd is not None:
+            os.close(frame.fd)
         raise ConfigError("the ranks of this replica loaded different models or kernels; start it again")
-    return KVPool.adopt(frame.fd, layout, int(told["pool"]), as_id=pool_id)
+
+
+def _adopted(frame: Frame, layout: PageLayout, pool_id: int) -> KVPool:
+    """The rank's pool; from now on of that id."""
+    assert frame.fd is not None
+    return KVPool.adopt(frame.fd, layout, int(json.loads(frame.body)["pool"]), as_id=pool_id)

@@ -6,6 +6,8 @@ Rules, none of which can livelock (protocol.md §5):
 - All pages of a sequence's rows are bound when it starts; decode takes growth pages one at a time.
 - Whoever lacks pages takes them from the youngest sequence that has some, and only from younger ones:
   the oldest never loses its pages and so always goes on.
+- Where the pool has several homes, all of this is among the sequences of one home; a waiting one that holds
+  no pages may go to any.
 """
 
 from __future__ import annotations
@@ -63,19 +65,20 @@ class Admission:
                 blocked = blocked or not seq.pages
 
     def _grow_one(self, seq: Seq) -> None:
+        (home,) = self._binder.homes(seq)
         while not self._binder.grow(seq):
-            younger = self._roster.holders_younger_than(seq)
-            if younger and self._binder.fits_without(seq, younger):
+            younger = self._at(home, self._roster.holders_younger_than(seq))
+            if younger and self._binder.fits_without(seq, younger, home):
                 self._preempt(younger[-1])
                 continue
-            if self._roster.any_older_holder(seq):
+            if self._at(home, self._roster.holders_older_than(seq)):
                 self._preempt(seq)
             return
 
     def _start(self, seq: Seq) -> bool:
         # Newcomers leave one growth page to each running sequence, lest they are sent back at once.
         had_pages = bool(seq.pages)
-        keep_back = 0 if had_pages else len(self._roster.running)
+        keep_back = None if had_pages else self._binder.by_home(self._roster.running.values())
         num_hit = self._binder.bind(seq, keep_back=keep_back)
         if num_hit is None:
             num_hit = self._bind_before_younger(seq)
@@ -88,15 +91,22 @@ class Admission:
 
     def _bind_before_younger(self, seq: Seq) -> int | None:
         """Binds at the cost of younger sequences (handed over after it was sent back), youngest first."""
-        younger = self._roster.holders_younger_than(seq)
-        if not younger or not self._binder.fits_without(seq, younger):
-            return None
-        while younger:
-            num_hit = self._binder.bind(seq)
-            if num_hit is not None:
-                return num_hit
-            self._preempt(younger.pop())
-        return self._binder.bind(seq)
+        every = self._roster.holders_younger_than(seq)
+        for home in self._binder.homes(seq):
+            younger = self._at(home, every)
+            if not younger or not self._binder.fits_without(seq, younger, home):
+                continue
+            while younger:
+                num_hit = self._binder.bind(seq, home=home)
+                if num_hit is not None:
+                    return num_hit
+                self._preempt(younger.pop())
+            return self._binder.bind(seq, home=home)
+        return None
+
+    def _at(self, home: int, seqs: list[Seq]) -> list[Seq]:
+        """Those whose pages are there."""
+        return [seq for seq in seqs if self._binder.home(seq) == home]
 
     def _preempt(self, seq: Seq) -> None:
         self._binder.release(seq)

@@ -9,6 +9,9 @@ Ranges of a block table and who may write them:
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
 from pdserve.kvcache.allocator import CACHE, PageState
 from pdserve.kvcache.contentkeys import KeyChain
 from pdserve.kvcache.layout import pages_for
@@ -27,40 +30,60 @@ class PageBinder:
         self._config = config
         self._manager = manager
         self._page_size = config.page_size
+        self._nothing = [0] * manager.homes.num_homes
 
     # ---- before a step -------------------------------------------------------------------------------
 
-    def bind(self, seq: Seq, *, keep_back: int = 0) -> int | None:
+    def bind(
+        self, seq: Seq, *, keep_back: Sequence[int] | None = None, home: int | None = None
+    ) -> int | None:
         """Gives a waiting sequence a writable place for every row of its tokens, all or nothing.
 
         Returns how many leading tokens came from the prefix cache just now, or None when pages lack.
+        keep_back: pages to leave to others, by home. home: the only one to take; None: any. Both are for
+        sequences without pages; the others stay where they are.
         """
         if seq.pages:
-            return 0 if self._complete(seq, keep_back) else None
+            return 0 if self._complete(seq) else None
         keys = self._hit_keys(seq)
         total = pages_for(len(seq.tokens), self._page_size)
-        num_missing = total - len(self._manager.match(keys))
-        if self._manager.available < num_missing + keep_back:
+        chosen = self._manager.choose(keys, total, keep_back or self._nothing, home)
+        if chosen is None:
             return None
-        hits = self._manager.match_and_hold(keys, seq.holder)
-        fresh = self._manager.reserve(num_missing, seq.holder, keep_back=keep_back)
-        if fresh is None:  # the hits were among the available pages
-            for page in reversed(hits):
-                self._manager.drop(page, seq.holder)
-            return None
+        hits = self._manager.match_and_hold(keys, seq.holder, chosen)
+        fresh = self._manager.reserve(total - len(hits), seq.holder, home=chosen)
+        assert fresh is not None, "a home was chosen that has no room"
         seq.pages = hits + fresh
         seq.num_shared = len(hits)
         seq.num_computed = len(hits) * self._page_size
         return seq.num_computed
 
-    def fits_without(self, seq: Seq, others: list[Seq]) -> bool:
-        """Whether `bind` or `grow` would succeed if the other sequences gave all their pages back."""
-        short = seq.missing_pages(self._page_size) + len(self._unwritable(seq)) - self._manager.available
+    def home(self, seq: Seq) -> int | None:
+        """Where its pages are; None without pages."""
+        return self._manager.homes.home(seq.pages[0]) if seq.pages else None
+
+    def homes(self, seq: Seq) -> list[int]:
+        """Where it may have its pages, the roomiest first."""
+        own = self.home(seq)
+        if own is not None:
+            return [own]
+        return sorted(range(len(self._nothing)), key=self._manager.available_at, reverse=True)
+
+    def by_home(self, seqs: Iterable[Seq]) -> list[int]:
+        """How many of these sequences, which have pages, each home has."""
+        found = Counter(map(self.home, seqs))
+        return [found[home] for home in range(len(self._nothing))]
+
+    def fits_without(self, seq: Seq, others: list[Seq], home: int) -> bool:
+        """Whether `bind` or `grow` would succeed in a home of `homes` if the other sequences, which are there
+        too, gave all their pages back."""
+        available = self._manager.available_at(home)
+        short = seq.missing_pages(self._page_size) + len(self._unwritable(seq)) - available
         if short > sum(len(other.pages) for other in others) + len(seq.tokens) // self._page_size:
             return False  # cheap, and nearly always right
         gone = {other.holder for other in others} | {CACHE}
         gained = {page for other in others for page in other.pages if self._manager.holders(page) <= gone}
-        hits = () if seq.pages else self._manager.match(self._hit_keys(seq))
+        hits = () if seq.pages else self._manager.match(self._hit_keys(seq), home)
         held = sum(page not in gained and self._manager.holders(page) != {CACHE} for page in hits)
         return short <= len(gained) + held
 
@@ -118,11 +141,11 @@ class PageBinder:
 
     # ---- inside --------------------------------------------------------------------------------------
 
-    def _complete(self, seq: Seq, keep_back: int) -> bool:
+    def _complete(self, seq: Seq) -> bool:
         """Adds what a handed-over block table lacks, and replaces what may not be written."""
         stale = self._unwritable(seq)
         missing = seq.missing_pages(self._page_size)
-        fresh = self._manager.reserve(missing + len(stale), seq.holder, keep_back=keep_back)
+        fresh = self._manager.reserve(missing + len(stale), seq.holder)
         if fresh is None:
             return False
         table = [*seq.pages, *fresh[len(stale) :]]

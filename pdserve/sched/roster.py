@@ -67,10 +67,10 @@ class Roster:
         holders = (*self.running.values(), *self._waiting_holders.values())
         return sorted((each for each in holders if each.age > seq.age), key=_age)
 
-    def any_older_holder(self, seq: Seq) -> bool:
-        """Whether a sequence with pages is older than `seq`."""
+    def holders_older_than(self, seq: Seq) -> list[Seq]:
+        """Sequences that have pages and are older than `seq`."""
         holders = (*self.running.values(), *self._waiting_holders.values())
-        return any(each.age < seq.age for each in holders)
+        return [each for each in holders if each.age < seq.age]
 
     def _wait(self, seq: Seq) -> None:
         insort(self.waiting, seq, key=_rank)

@@ -104,14 +104,14 @@ def _build(config: WorkerConfig, run_dir: str, progress: Progress, replica: Repl
     model = load_model(config.model, config.dtype, keep_quantised=config.weights != EXACT)
     progress("building the model")
     runner, pool = _runner(config, model) if replica is None else replica.start(model, secrets.randbits(64))
-    limits = _limits(model, pool.num_pages * config.page_size)
+    limits = _limits(model, runner.homes.pages_each * config.page_size)
     model = model.without_weights()  # the runner has packed copies of its own
     progress("warming up")
     chunk = min(config.prefill_chunk_tokens, limits.max_context)
     runner.warmup(chunk_tokens=chunk, max_num_seqs=min(8, config.max_num_seqs))
     if replica is not None:
         replica.serve()
-    pages = PageManager(pool.num_pages, pool.pool_id)
+    pages = PageManager(pool.num_pages, pool.pool_id, runner.homes.num_homes)
     parts = WorkerParts(
         context=_context(config, model, runner, limits),
         pools=(pool,) if replica is None else replica.pools.by_rank,
@@ -154,7 +154,7 @@ def _context(
     # Reservations leave room for one prompt of any length where the worker may prefill (protocol.md §5).
     # Decode alone prefills what nobody else can: it sets less aside.
     share = {Role.PREFILL: 0.0, Role.DECODE: 0.25, Role.AGGREGATED: 0.5}[config.role]
-    floor = min(pages_for(limits.max_context, config.page_size), int(runner.num_pages * share))
+    floor = min(pages_for(limits.max_context, config.page_size), int(runner.homes.pages_each * share))
     return RoleContext(
         worker_id=config.worker_id,
         incarnation=secrets.randbits(63) | 1,
@@ -170,7 +170,7 @@ def _context(
         decode_pace_s=config.decode_pace_s,
         host_id=machine_id(),
         max_gap_s=max(config.lease_s, LEAST_GAP_S),
-        num_ranks=config.tp,
+        num_ranks=1 if config.attention_rows else config.tp,  # its pages are whole, each on one rank
         layout=_layout(config, model),
         kv_mixing=config.kv_mixing,
     )
@@ -181,7 +181,7 @@ def _layout(config: WorkerConfig, model: LoadedModel) -> str:
     if config.attention_repeated:
         return ""
     whole = page_layout(model.config, page_size=config.page_size, dtype=config.dtype)
-    heads = [shard.kv_heads for shard in shards(model.config, config.tp)]
+    heads = [shard.kv_heads for shard in shards(model.config, 1 if config.attention_rows else config.tp)]
     try:
         return layout_text(ReplicaLayout.of(whole, heads))
     except (ValueError, Incompatible):

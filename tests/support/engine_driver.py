@@ -14,13 +14,23 @@ from pdserve.kvcache.allocator import Holder, HolderKind
 from pdserve.kvcache.manager import PageManager
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.loaded import LoadedModel
-from pdserve.sched.plan import SeqFailed, SeqFinished, SeqKind, SeqSpec, StepResult, TokenSampled
+from pdserve.sched.plan import (
+    SeqEvent,
+    SeqFailed,
+    SeqFinished,
+    SeqKind,
+    SeqSpec,
+    StepPlan,
+    StepResult,
+    TokenSampled,
+)
 from pdserve.sched.scheduler import SchedConfig, StepScheduler
 from pdserve.types import SamplingParams
 
 
 class EngineDriver:
-    """One worker's engine without the worker. tokens, logits, failed: what came out, by sequence."""
+    """One worker's engine without the worker. tokens, logits, failed: what came out, by sequence. plans,
+    events: all of them."""
 
     def __init__(
         self,
@@ -32,14 +42,15 @@ class EngineDriver:
         max_num_seqs: int = 32,
         deterministic: bool = True,
         capture_logits: bool = False,
+        runner: ModelRunner | None = None,
     ) -> None:
-        self.pool = KVPool.create(
-            page_layout(model.config, page_size=page_size, dtype=model.dtype), num_pages, pool_id=7
-        )
-        self.runner = ModelRunner(
-            model, self.pool, deterministic=deterministic, capture_logits=capture_logits
-        )
-        self.manager = PageManager(num_pages, pool_id=7)
+        """runner: one that is there already, with its pool, in place of a new one."""
+        if runner is None:
+            layout = page_layout(model.config, page_size=page_size, dtype=model.dtype)
+            self.pool = KVPool.create(layout, num_pages, pool_id=7)
+            runner = ModelRunner(model, self.pool, deterministic=deterministic, capture_logits=capture_logits)
+        self.runner = runner
+        self.manager = PageManager(runner.num_pages, 7, runner.homes.num_homes)
         config = SchedConfig(
             page_size=page_size,
             chunk_tokens=chunk_tokens,
@@ -54,6 +65,8 @@ class EngineDriver:
         self.tokens: dict[str, list[int]] = {}
         self.logits: dict[str, list[torch.Tensor]] = {}
         self.failed: dict[str, str] = {}
+        self.plans: list[StepPlan] = []
+        self.events: list[SeqEvent] = []
 
     def submit(self, seq_id: str, token_ids: Sequence[int], sampling: SamplingParams) -> None:
         spec = SeqSpec(
@@ -73,7 +86,8 @@ class EngineDriver:
         plan = self.scheduler.plan()
         if plan is None:
             return False
-        self.scheduler.drain_events()
+        self.plans.append(plan)
+        self.events += self.scheduler.drain_events()
         self._settle(self.runner.execute(plan))
         return True
 

@@ -102,6 +102,7 @@ class Sim:
 
     config: SchedConfig
     num_pages: int
+    num_homes: int = 1
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     specs: dict[str, SeqSpec] = field(default_factory=dict)
     over: dict[str, SeqEvent | None] = field(default_factory=dict)
@@ -112,7 +113,7 @@ class Sim:
     outside: list[Holder] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.manager = PageManager(self.num_pages, 1)
+        self.manager = PageManager(self.num_pages, 1, self.num_homes)
         self.sched = StepScheduler(self.config, self.manager)
         self.engine = FakeEngine(self.num_pages, self.config.page_size)
         self.in_flight: StepPlan | None = None
@@ -137,9 +138,11 @@ class Sim:
         size = self.config.page_size
         names = {"salt": b"", "model": self.config.model, "numerics": self.config.numerics}
         keys = content_keys(prompt, size, **names)  # type: ignore[arg-type]
-        hits = self.manager.match_and_hold(keys, holder)
-        num_fresh = -(-len(prompt) // size) - len(hits) + growth
-        fresh = self.sched.reserve(num_fresh, holder)
+        total = -(-len(prompt) // size) + growth
+        home = self.manager.choose(keys, total, [self.config.floor_pages] * self.num_homes) or 0
+        hits = self.manager.match_and_hold(keys, holder, home)
+        floor = self.config.floor_pages
+        fresh = self.manager.reserve(total - len(hits), holder, keep_back=floor, home=home)
         if fresh is None:
             self.manager.drop_all(holder)
             return False
@@ -296,6 +299,10 @@ class Sim:
                 assert any(self._age(seq_id) < self._age(event.seq_id) for seq_id in live)
 
     def _check_plan(self, plan: StepPlan) -> None:
+        for step in plan.seqs:
+            assert len({self.manager.homes.home(page) for page in step.pages}) == 1
+        for source, target in plan.copies:
+            assert self.manager.homes.home(source) == self.manager.homes.home(target)
         written = [
             step.pages[pos // self.config.page_size]
             for step in plan.seqs

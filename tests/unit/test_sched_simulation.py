@@ -88,10 +88,11 @@ def _check_stream(sim: Sim, seq_id: str) -> None:
         assert event.reason is (FinishReason.STOP if want[-1] == end else FinishReason.LENGTH)
 
 
-def _run(seed: int) -> Counter[str]:
+def _run(seed: int, num_homes: int = 1) -> Counter[str]:
     rng = Random(seed)
     config = _config(rng)
-    sim = Sim(config, pages_needed(15, 9, config.page_size) + rng.randint(0, 6))
+    each = pages_needed(15, 9, config.page_size) + rng.randint(0, 6)
+    sim = Sim(config, num_homes * each, num_homes)
     for _ in range(rng.randint(5, 80)):
         _act(sim, rng)
     sim.run()
@@ -101,6 +102,8 @@ def _run(seed: int) -> Counter[str]:
     seen = Counter(type(event).__name__ for event in sim.log)
     seen["cache_hit"] = sum(isinstance(event, PageReady) and event.cached for event in sim.log)
     seen["copy"] = sum(len(plan.copies) for plan in sim.plans)
+    for plan in sim.plans:
+        seen["homes at once"] += len({sim.manager.homes.home(step.pages[0]) for step in plan.seqs}) > 1
     return seen
 
 
@@ -110,4 +113,14 @@ def test_streams_do_not_depend_on_the_schedule(block: int) -> None:
     for seed in range(block * 80, block * 80 + 80):
         seen += _run(seed)
     happened = {"Preempted", "cache_hit", "copy", "SeqStopped", "SeqFailed", "SeqFinished", "PromptDone"}
+    assert all(seen[name] >= 3 for name in happened), seen
+
+
+@pytest.mark.parametrize("num_homes", [2, 3])
+def test_nor_on_the_homes_of_a_pool(num_homes: int) -> None:
+    """Each sequence's pages, copied ones too, lie in one home; `Sim` judges every plan."""
+    seen: Counter[str] = Counter()
+    for seed in range(1000, 1160):
+        seen += _run(seed, num_homes)
+    happened = {"Preempted", "cache_hit", "copy", "SeqStopped", "SeqFailed", "SeqFinished", "homes at once"}
     assert all(seen[name] >= 3 for name in happened), seen
