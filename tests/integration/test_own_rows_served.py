@@ -104,7 +104,7 @@ async def test_pages_are_laid_out_anew_for_ranks_that_divide_heads(mixtral: str)
 def test_pdserve_up_with_such_workers(mixtral: str) -> None:
     length = 40
     want = expected(mixtral, PROMPTS, length)
-    flags = ("--prefill-tp", "2", "--decode-tp", "2", "--rank-attention", "rows")
+    flags = ("--aggregated", "1", "--aggregated-tp", "2", "--rank-attention", "rows")
     with up(Path(mixtral), *flags) as (_, address), Client(address) as client:
         streams = [
             client.generate(token_ids=ids, max_tokens=length, temperature=0.0, ignore_eos=True)
