@@ -162,7 +162,7 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        return self._counts[PageState.FREE]
+        return sum(map(len, self._free))
 
     def free_at(self, home: int) -> int:
         """Free pages of one home."""

@@ -97,6 +97,10 @@ class PageManager:
         """Pages of one holder, in the order in which it came to hold them."""
         return self.allocator.pages_of(holder)
 
+    def index_of(self, page: int) -> PrefixIndex:
+        """The prefix index of the page's home; to look at."""
+        return self._indexes[self.homes.home(page)]
+
     def changed_generations(self) -> list[tuple[int, int]]:
         """Drains (page, generation) of pages freed since the last call, for the mapped header."""
         return self.allocator.changed_generations()
@@ -155,14 +159,14 @@ class PageManager:
         if holder.kind is HolderKind.CACHE:
             raise ValueError("the cache's holder comes with publish")
         self.allocator.hold(page, holder)
-        self._index(page).acquire(page)
+        self.index_of(page).acquire(page)
 
     def drop(self, page: int, holder: Holder) -> None:
         """Removes a holder; again: no effect. The last one frees the page."""
         if holder.kind is HolderKind.CACHE:
             raise ValueError("the cache's holder goes with unpublish or eviction")
         self.allocator.drop(page, holder)
-        index = self._index(page)
+        index = self.index_of(page)
         if not index.evictable(page) and self.allocator.evictable(page):
             index.release(page)
 
@@ -196,7 +200,7 @@ class PageManager:
         False, and no change, when the key is there already in the page's home, its parent is not, or the page
         is not sealed (quarantined meanwhile): the caller keeps a private page.
         """
-        index = self._index(page)
+        index = self.index_of(page)
         if self.allocator.state(page) is not PageState.SEALED or page in index:
             return False
         if not index.publish(key, parent_key, page):
@@ -206,7 +210,7 @@ class PageManager:
 
     def unpublish_chain(self, page: int) -> tuple[int, ...]:
         """Takes a page and all pages chained after it out of the cache; returns them, () if not published."""
-        pages = self._index(page).unpublish_chain(page)
+        pages = self.index_of(page).unpublish_chain(page)
         self._uncache(pages)
         return pages
 
@@ -217,7 +221,7 @@ class PageManager:
         if problem := "".join(index.check_integrity() for index in self._indexes):
             return problem
         for page in range(self.num_pages):
-            index = self._index(page)
+            index = self.index_of(page)
             if (page in index) != (CACHE in self.allocator.holders(page)):
                 return f"page {page}: published if and only if the cache holds it"
             if index.evictable(page) != self.allocator.evictable(page):
@@ -233,9 +237,6 @@ class PageManager:
     def _home_for(self, holder: Holder) -> int:
         home = self.allocator.home_of(holder)
         return max(self._every_home, key=self.available_at) if home is None else home
-
-    def _index(self, page: int) -> PrefixIndex:
-        return self._indexes[self.homes.home(page)]
 
     def _uncache(self, pages: Sequence[int]) -> None:
         for page in pages:

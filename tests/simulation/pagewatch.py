@@ -55,8 +55,8 @@ class PageWatch:
         pages, allocator = self._pages, self._pages.allocator
         if wrong := allocator._page_problem(page):
             return wrong
-        if (page in pages.index) != (CACHE in allocator._holders[page]):
+        if (page in pages.index_of(page)) != (CACHE in allocator._holders[page]):
             return "published if and only if the cache holds it"
-        if pages.index.evictable(page) != allocator.evictable(page):
+        if pages.index_of(page).evictable(page) != allocator.evictable(page):
             return "evictable if and only if sealed and the cache alone holds it"
         return ""
