@@ -18,6 +18,7 @@ from pdserve.kernels.linear import PackedLinear
 from pdserve.layers.mlp import GatedMLP
 from pdserve.layers.moe import ExpertLoad, ExpertMap, LocalExperts, MoE, SharedExpert
 from pdserve.layers.replicas import ReplicaMap
+from pdserve.layers.router_loss import Spread, probabilities
 from pdserve.layers.routers import DROPPED, Routing
 from pdserve.models import sharded
 from pdserve.models.sharded_experts import ExpertSplit, over_ranks
@@ -80,6 +81,9 @@ class Given:
 
     def __call__(self, logits_TX: torch.Tensor) -> Routing:
         return self.routing
+
+    def spread(self, logits_TX: torch.Tensor) -> Spread:
+        return Spread.of(torch.empty(0, 1, dtype=torch.int64), probabilities(logits_TX))
 
 
 def choices() -> dict[str, torch.Tensor]:
