@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pdserve.errors import Unavailable
 from pdserve.parallel.placement_table import Home, Placement
 
 MAX_NAMED = 4
-"""Experts that a refusal names at most."""
+"""Experts that are named at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +56,8 @@ class Coverage:
         )
 
     @property
-    def refusal(self) -> Unavailable | None:
-        """What requests are told while an expert is uncovered: any token may choose it."""
-        missing = self.uncovered
-        if not missing:
-            return None
-        named = ", ".join(f"{expert} of layer {layer}" for layer, expert in missing[:MAX_NAMED])
-        more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
-        return Unavailable(
-            f"A rank is lost and with it the only copy of expert {named}{more}; try again soon.",
-            retry_after_s=5.0,
-        )
+    def missing(self) -> str:
+        """Those that nobody has, in words; empty if there are none."""
+        found = self.uncovered
+        named = ", ".join(f"{expert} of layer {layer}" for layer, expert in found[:MAX_NAMED])
+        return named + (f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else "")

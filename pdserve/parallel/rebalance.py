@@ -242,7 +242,7 @@ class Rebalancer:
         return [DropCopies(copies=begun)] if begun else []
 
     def _lost(self, rank: int) -> list[Effect]:
-        """Routes past the rank at once and asks for a plan without it. Coverage says what to refuse."""
+        """Routes past the rank at once and asks for a plan without it. Coverage says what nobody has."""
         topology = self.coverage.table.topology
         if rank in self.coverage.lost or not 0 <= rank < topology.num_ranks:
             return []

@@ -51,7 +51,9 @@ class Survival:
     def spare(self, rank: int, reason: str) -> bool:
         """Whether the replica goes on without a rank that is lost; then its steps fail until `regroup`."""
         lost = self._lost | {rank}
-        if Coverage(table=self._table(), lost=lost).uncovered:
+        missing = Coverage(table=self._table(), lost=lost).missing
+        if missing:
+            log.error("this replica ends (%s): nobody else has expert %s", reason, missing)
             return False
         log.warning("this replica goes on without a rank: %s", reason)
         self._kill(rank)

@@ -10,16 +10,19 @@ import subprocess
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from pdserve.cli.main import app
-from pdserve.client import Client
+from pdserve.client import Client, Stream
+from pdserve.errors import DeadlineExpired
 from pdserve.models.loader import load_model
 from tests.integration.test_bridge_experts import homes_of, placed
 from tests.integration.test_lost_rank import RANKS, everywhere_twice
-from tests.integration.test_parallel_fleet import LIMIT_S, ranks_of, up
+from tests.integration.test_parallel_fleet import LIMIT_S, ranks_of, until_new, up, workers
 from tests.support import tiny_models, tiny_moe
 from tests.support.engine_driver import EngineDriver, generate
 
@@ -72,7 +75,33 @@ def gauge(url: str, name: str) -> dict[str, float]:
     }  # fmt: skip
 
 
-def test_a_worker_that_lost_a_rank_fails_no_request_and_says_so(tmp_path: Path) -> None:
+def ask(client: Client, name: str, **options: Any) -> Stream:
+    return client.generate(
+        token_ids=PROMPTS[name], max_tokens=LENGTH, temperature=0.0, ignore_eos=True, **options
+    )
+
+
+def running(client: Client) -> dict[str, Stream]:
+    """All prompts at once, each with its first token."""
+    streams = {name: ask(client, name) for name in PROMPTS}
+    for stream in streams.values():
+        next(iter(stream))
+    return streams
+
+
+def tokens_of(streams: dict[str, Stream]) -> dict[str, list[int]]:
+    return {name: list(stream.result().token_ids) for name, stream in streams.items()}
+
+
+def counted(url: str, lost: int) -> None:
+    """Waits until the router's metrics count so many lost ranks."""
+    began = time.monotonic()
+    while gauge(url, "pdserve_lost_ranks")["aggregated"] != lost:
+        assert time.monotonic() < began + LIMIT_S
+    print(f"{lost} lost ranks counted after {time.monotonic() - began:.2f} s")
+
+
+def test_a_lost_rank_fails_no_request_and_experts_without_a_home_none_that_waits(tmp_path: Path) -> None:
     model = tiny_models.save(tiny_moe.mixtral(max_position_embeddings=1024), tmp_path / "model")
     placement = everywhere_twice(load_model(str(model), "float32").config.num_layers, tmp_path / "placement")
     flags = (
@@ -83,29 +112,29 @@ def test_a_worker_that_lost_a_rank_fails_no_request_and_says_so(tmp_path: Path) 
     with up(model, *flags) as (process, address), Client(address) as client:
         url = metrics_url(process)
         assert gauge(url, "pdserve_lost_ranks") == {"prefill": 0, "decode": 0, "aggregated": 0}
-        incarnation = client.get_status().workers[0].record.peer.incarnation
-        streams = {
-            name: client.generate(token_ids=ids, max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
-            for name, ids in PROMPTS.items()
-        }
-        for stream in streams.values():
-            next(iter(stream))  # both run by now
-        ranks_of(process)[0].kill()
-        killed = time.monotonic()
-        while gauge(url, "pdserve_lost_ranks")["aggregated"] != 1:
-            assert time.monotonic() < killed + LIMIT_S
-        print(f"counted {time.monotonic() - killed:.2f} s after the kill")
-        found = {name: list(stream.result().token_ids) for name, stream in streams.items()}
-        assert found == right
-        (worker,) = client.get_status().workers
-        assert worker.record.peer.incarnation == incarnation, "it is the same worker, degraded"
-        (report,) = client.get_experts()
-        assert len(report.lost_ranks) == 1
-        slots = range(
-            report.lost_ranks[0] * report.slots_per_rank, (report.lost_ranks[0] + 1) * report.slots_per_rank
-        )
-        assert not any(slot in slots for layer in report.homes for homes in layer for slot, _ in homes)
-        said = CliRunner().invoke(app, ["experts", "--address", address]).output
-        assert f"goes on without rank {report.lost_ranks[0]}" in said
-        again = client.generate(token_ids=PROMPTS["a"], max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
-        assert list(again.result().token_ids) == right["a"]
+        before = workers(address)
+        first, second = ranks_of(process)
+        streams = running(client)
+        first.kill()
+        counted(url, 1)
+        assert tokens_of(streams) == right
+        assert workers(address) == before, "it is the same worker, degraded"
+        check_report(client, address)
+        streams = running(client)
+        second.kill()  # nobody has its experts now
+        with pytest.raises(DeadlineExpired):
+            ask(client, "a", deadline_s=1.0).result()
+        assert tokens_of(streams) == right
+        until_new(address, before)  # the next incarnation
+        counted(url, 0)
+        assert tokens_of(running(client)) == right
+
+
+def check_report(client: Client, address: str) -> None:
+    """`pdserve experts` shows the one rank that is lost, and no home on it."""
+    (report,) = client.get_experts()
+    (lost,) = report.lost_ranks
+    slots = range(lost * report.slots_per_rank, (lost + 1) * report.slots_per_rank)
+    assert not any(slot in slots for layer in report.homes for homes in layer for slot, _ in homes)
+    said = CliRunner().invoke(app, ["experts", "--address", address]).output
+    assert f"goes on without rank {lost}" in said

@@ -96,7 +96,7 @@ def serving(
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_it_goes_on_with_the_same_tokens_where_experts_have_replicas(
-    model: Model, tmp_path: Path, end: signal.Signals
+    model: Model, tmp_path: Path, end: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected, _ = run_script(script_runner(model[1], deterministic=True))
     run_dir = tmp_path / "run"
@@ -120,6 +120,7 @@ def test_it_goes_on_with_the_same_tokens_where_experts_have_replicas(
         assert lost.empty()
         ranks[1].kill()  # now experts have no home left
         assert "ended" in lost.get(timeout=10)
+        assert "nobody else has expert 1 of layer 0" in caplog.text
         with pytest.raises(WorkerLost):
             runner.execute(next(script(runner.config.vocab_size)))
 

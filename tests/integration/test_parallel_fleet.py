@@ -117,7 +117,7 @@ def test_a_killed_rank_takes_its_replica_along_and_no_other(
             ranks_of(process)[0].kill()
             found = {name: list(stream.result().token_ids) for name, stream in streams.items()}
         assert found == expected, "the router went on with it elsewhere"
-        after = until_two(address, before)
+        after = until_new(address, before)
         assert sum(after[name] == before[name] for name in before) == 1, "one replica is as it was"
         assert len(ranks_of(process)) == 2
         status = subprocess.run(
@@ -127,8 +127,8 @@ def test_a_killed_rank_takes_its_replica_along_and_no_other(
         assert len(json.loads(status.stdout)["workers"]) == 2
 
 
-def until_two(address: str, before: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """The workers once both serve and one of them is new."""
+def until_new(address: str, before: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """The workers once all of them serve and one is new."""
     end = time.monotonic() + LIMIT_S
     while True:
         now = workers(address)

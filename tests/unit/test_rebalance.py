@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.errors import Unavailable
 from pdserve.parallel.coverage import Coverage
 from pdserve.parallel.placement import plan
 from pdserve.parallel.placement_table import Copy, Placement, Topology, contiguous
@@ -118,7 +117,7 @@ class Machine:
                 assert not {home.rank for home in homes} & self.routing.lost
                 assert not homes or sum(home.share for home in homes) == pytest.approx(1)
                 assert bool(homes) == ((layer, expert) not in self.routing.uncovered)
-        assert (self.routing.refusal is None) == (not self.routing.uncovered)
+        assert bool(self.routing.missing) == bool(self.routing.uncovered)
         assert len(self.running) <= self.config.at_once
         held = [copy.rank for copy in self.running + self.spare]
         assert max(map(held.count, held), default=0) <= self.config.spare_slots
@@ -210,23 +209,20 @@ def test_a_failed_or_late_copy_drops_the_plan() -> None:
 def test_a_lost_rank_is_masked_at_once_where_replicas_exist() -> None:
     machine = Machine(plan([[1.0] * EXPERTS] * LAYERS, TOPOLOGY, SLOTS).table)
     machine.feed(RankLost(rank=1))
-    assert machine.routing.refusal is None
+    assert not machine.routing.missing
     assert machine.wanted == [frozenset({1})]
     assert machine.feed(RankLost(rank=1)) == []
 
 
-def test_uncovered_experts_refuse_typed_until_they_are_back_from_disk() -> None:
+def test_uncovered_experts_are_named_until_they_are_back_from_disk() -> None:
     machine = start()  # one copy of each
     machine.feed(RankLost(rank=2))
-    refusal = machine.routing.refusal
-    assert isinstance(refusal, Unavailable)
-    assert refusal.retry_after_s
-    assert "4 of layer 0, 5 of layer 0" in refusal.message
+    assert machine.routing.missing == "4 of layer 0, 5 of layer 0, 4 of layer 1, 5 of layer 1 and 2 more"
     target = target_for(machine.rebalancer)
     assert any(copy.source is None for copy in target.copies_from(machine.routing.table))
     machine.feed(PlanReady(table=target))
     machine.settle()
-    assert machine.routing.refusal is None
+    assert not machine.routing.missing
     assert machine.told[-1].outcome == "done"
 
 
@@ -242,7 +238,7 @@ def test_a_loss_during_a_rebalance_drops_it_and_the_next_plan_knows() -> None:
     assert machine.told[-1].problem == "it was planned with other ranks lost"
     machine.feed(PlanReady(table=target_for(machine.rebalancer)))
     machine.settle()
-    assert machine.routing.refusal is None
+    assert not machine.routing.missing
 
 
 def test_the_one_list_of_outcomes_has_all_that_are_told() -> None:
@@ -258,7 +254,7 @@ def test_what_does_not_fit_is_rejected_and_after_the_last_rank_nothing_is_planne
     for rank in range(4):
         machine.feed(RankLost(rank=rank))
     assert len(machine.wanted) == 3
-    assert machine.routing.refusal is not None
+    assert machine.routing.missing
 
 
 ACTIONS = st.sampled_from(["plan", "copy", "fail", "boundary", "same", "differs", "lose", "tick"])
@@ -294,4 +290,4 @@ def test_whatever_happens_no_token_meets_a_wrong_expert_and_in_the_end_all_is_we
         assert machine.wanted[-1] == machine.routing.lost
         machine.feed(PlanReady(table=target_for(machine.rebalancer)))
         machine.settle()
-    assert machine.routing.refusal is None
+    assert not machine.routing.missing

@@ -181,7 +181,7 @@ def test_a_lost_rank_is_passed_by_without_a_change_of_bits(alone: list[LocalExpe
     homes = tuple(tuple(Home(rank=s // SLOTS, slot=s, share=1 / len(own)) for s in own) for own in slots)
     host = Host(Placement(topology=TOPOLOGY, slots_per_rank=SLOTS, layers=(homes,) * LAYERS))
     host.feed(RankLost(rank=0))
-    assert host.coverage.refusal is None
+    assert not host.coverage.missing
     for layer in host.slots:
         layer[:SLOTS] = [weights_of(9, 9)] * SLOTS  # whatever lies there now
     check_step(host, alone, 3)
