@@ -21,6 +21,7 @@ from pdserve.engine.sampler import Draw, sample
 from pdserve.engine.threads import apply_thread_count
 from pdserve.engine.warmup import warmup_plans
 from pdserve.errors import ConfigError
+from pdserve.kernels.best import best_tokens
 from pdserve.kernels.kv_view import KVView, inner_layout
 from pdserve.kvcache.homes import Homes
 from pdserve.kvcache.layout import PageLayout
@@ -29,6 +30,7 @@ from pdserve.layers.moe import ExpertLoad
 from pdserve.models.build import build_decoder
 from pdserve.models.config import ModelConfig
 from pdserve.models.decoder import Decoder
+from pdserve.models.fused import fused
 from pdserve.models.loaded import LoadedModel
 from pdserve.models.precision import EXACT, packer
 from pdserve.models.sharded import build_repeated, build_shard, shard_config
@@ -143,6 +145,7 @@ class ModelRunner:
         self._pool = pool
         self._kv = _kv_view(pool, own.latent is not None)
         self._decoder = _built(model, deterministic, group, placement, attention, weights)
+        self._model = fused(self._decoder) if group is None else self._decoder
         self._group = group
         self._own: OwnRows | None = None
         if isinstance(self._decoder, OwnRowsDecoder) and group is not None:
@@ -251,12 +254,12 @@ class ModelRunner:
             sampled, logits_RV = self._compute(seqs)
             if self._group is not None and self._group.rank:
                 return {}
-            finite = torch.isfinite(logits_RV.sum(dim=1)).tolist()
-        rows = [i for i, good in enumerate(finite) if good]
-        failed |= {s.seq_id: _NOT_NUMBERS for s, good in zip(sampled, finite, strict=True) if not good}
-        if len(rows) < len(finite):
+            best_R = best_tokens(logits_RV)
+        rows = [i for i, best in enumerate(best_R) if best >= 0]
+        failed |= {s.seq_id: _NOT_NUMBERS for s, best in zip(sampled, best_R, strict=True) if best < 0}
+        if len(rows) < len(best_R):
             logits_RV = logits_RV[rows]
-        return self._sample([sampled[i] for i in rows], logits_RV)
+        return self._sample([sampled[i] for i in rows], logits_RV, [best_R[i] for i in rows])
 
     def _compute(self, seqs: Sequence[SeqStep]) -> tuple[tuple[SeqStep, ...], torch.Tensor]:
         """The sampled sequences and their logits [R, V], in one order."""
@@ -264,14 +267,12 @@ class ModelRunner:
             assert isinstance(self._decoder, OwnRowsDecoder)
             return self._own.compute(self._decoder, seqs, self._kv)
         batch = build_batch(seqs, self.page_size)
-        return batch.sampled, self._decoder.forward(
-            batch.token_ids_T, self._kv, batch.meta, batch.logit_rows_R
-        )
+        return batch.sampled, self._model.forward(batch.token_ids_T, self._kv, batch.meta, batch.logit_rows_R)
 
-    def _sample(self, seqs: Sequence[SeqStep], logits_RV: torch.Tensor) -> dict[str, int]:
+    def _sample(self, seqs: Sequence[SeqStep], logits_RV: torch.Tensor, best_R: list[int]) -> dict[str, int]:
         if self._capture:
             self.last_logits |= {s.seq_id: row.clone() for s, row in zip(seqs, logits_RV, strict=True)}
         if not seqs:
             return {}
         draws = [Draw(params=s.sampling, counter=s.sample_counter) for s in seqs]
-        return dict(zip((s.seq_id for s in seqs), sample(logits_RV.numpy(), draws), strict=True))
+        return dict(zip((s.seq_id for s in seqs), sample(logits_RV.numpy(), draws, best_R), strict=True))

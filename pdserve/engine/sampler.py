@@ -45,9 +45,14 @@ def uniform(seed: int, counter: int) -> float:
     return float(int(philox.random_raw()) >> 11) * 2.0**-53
 
 
-def sample(logits_RV: npt.NDArray[np.float32], draws: Sequence[Draw]) -> list[int]:
-    """One token per row. logits_RV: finite. The lowest id wins among equal best ones."""
-    greedy = logits_RV.argmax(axis=1).tolist()
+def sample(
+    logits_RV: npt.NDArray[np.float32], draws: Sequence[Draw], best_R: Sequence[int] | None = None
+) -> list[int]:
+    """One token per row. logits_RV: finite. The lowest id wins among equal best ones.
+
+    best_R: each row's best token, where it is known.
+    """
+    greedy = logits_RV.argmax(axis=1).tolist() if best_R is None else best_R
     return [
         token if draw.params.temperature == 0 else _sample_row(row, draw)
         for token, row, draw in zip(greedy, logits_RV, draws, strict=True)

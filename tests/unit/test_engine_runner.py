@@ -138,14 +138,14 @@ def test_a_step_that_breaks_is_run_again_one_by_one(
     runner, _ = runner_of(model)
     good, bad = step("good", tokens(5), [0]), step("bad", [66, 66], [1])
     expected = runner.execute(plan(good)).tokens
-    forward = type(runner._decoder).forward
+    forward = type(runner._model).forward
 
     def breaking(self: object, token_ids: torch.Tensor, *rest: object) -> torch.Tensor:
         if 66 in token_ids.tolist():
             raise RuntimeError("broken")
         return forward(self, token_ids, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(type(runner._decoder), "forward", breaking)
+    monkeypatch.setattr(type(runner._model), "forward", breaking)
     result = runner.execute(plan(good, bad))
     assert result.tokens == expected
     assert result.failed == {"bad": "its computation failed"}

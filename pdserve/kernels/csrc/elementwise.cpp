@@ -1,23 +1,10 @@
 // RMS norm and the gated activation: rows are independent, each reduced in a fixed order.
 #include "parallel.h"
-#include "simd.h"
+#include "rows.h"
 
 namespace {
 
 constexpr int64_t kWorth = 1 << 15;
-
-template <class T> void norm_row(T* out, const T* x, const T* weight, int64_t cols, float eps) {
-    vf squares = vzero();
-    for_vectors(cols, [&](int64_t i, auto m) {
-        const vf v = load_as_float(x + i, m);
-        squares = fma(v, v, squares);
-    });
-    const vf scale = vset(1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(cols) + eps));
-    for_vectors(cols, [&](int64_t i, auto m) {
-        const vf normed = rounded<T>(vmul(load_as_float(x + i, m), scale));
-        store_rounded(out + i, vmul(normed, load_as_float(weight + i, m)), m);
-    });
-}
 
 template <class T> void norm(T* out, const T* x, const T* weight, int64_t rows, int64_t cols, float eps) {
     parallel_for_runs(rows, threads_for(rows * cols, kWorth),
@@ -28,22 +15,13 @@ template <class T>
 void add_norm(T* out, T* total, const T* x, const T* residual, const T* weight, int64_t rows, int64_t cols, float eps) {
     parallel_for_runs(rows, threads_for(rows * cols, kWorth), [&](int64_t r) {
         const int64_t at = r * cols;
-        for_vectors(cols, [&](int64_t i, auto m) {
-            store_rounded(total + at + i, vadd(load_as_float(x + at + i, m), load_as_float(residual + at + i, m)), m);
-        });
-        norm_row(out + at, total + at, weight, cols, eps);
+        add_norm_row(out + at, total + at, x + at, residual + at, weight, cols, eps);
     });
 }
 
 template <class T> void silu_mul(T* out, const T* gate_up, int64_t rows, int64_t cols) {
-    parallel_for_runs(rows, threads_for(rows * cols, kWorth), [&](int64_t r) {
-        const T* gate = gate_up + r * 2 * cols;
-        for_vectors(cols, [&](int64_t i, auto m) {
-            const vf g = load_as_float(gate + i, m);
-            const vf silu = vdiv(g, vadd(vset(1.0f), vexp(vsub(vzero(), g))));
-            store_rounded(out + r * cols + i, vmul(silu, load_as_float(gate + cols + i, m)), m);
-        });
-    });
+    parallel_for_runs(rows, threads_for(rows * cols, kWorth),
+                      [&](int64_t r) { silu_mul_row(out + r * cols, gate_up + r * 2 * cols, cols); });
 }
 
 }  // namespace
