@@ -44,7 +44,7 @@ def read_texts(path: Path, name: str = "calibration") -> list[str]:
         raise ConfigError(f"{name}: the file can not be read as text in UTF-8") from None
     lines = raw.splitlines()
     if path.suffix == ".jsonl":
-        texts = [_text_of(line, name) for line in lines if line.strip()]
+        texts = [text_of(line, name) for line in lines if line.strip()]
     else:
         texts = [part.strip() for part in raw.split("\n\n")]
     texts = [text for text in texts if text]
@@ -53,7 +53,8 @@ def read_texts(path: Path, name: str = "calibration") -> list[str]:
     return texts
 
 
-def _text_of(line: str, name: str) -> str:
+def text_of(line: str, name: str = "calibration") -> str:
+    """The text of a JSON line, empty if it has none. Raises ConfigError for another thing."""
     try:
         value = json.loads(line)
     except ValueError:

@@ -52,26 +52,43 @@ class _Sums:
         self.rows += next_M.shape[0]
 
 
-def compare(
-    base: PlainDecoder,
-    others: Sequence[PlainDecoder],
-    batches: Sequence[Batch],
-    progress: Callable[[int, int], None] | None = None,
-) -> list[Quality]:
-    """Each of the models against the float32 one, on the same text; one pass of the base for all."""
-    sums = [_Sums() for _ in others]
-    errors = [torch.zeros(2, base.config.num_layers, dtype=torch.float64) for _ in others]
-    for done, batch in enumerate(batches, 1):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """The float32 model's results for a batch. x_BTE: rows for the head. states: the residual by layer."""
+
+    x_BTE: torch.Tensor
+    states: tuple[torch.Tensor, ...]
+
+
+def passes(base: PlainDecoder, batches: Sequence[Batch]) -> list[Pass]:
+    """What `compare` needs of the float32 model, once for many comparisons. Memory: all layers' residuals."""
+    found: list[Pass] = []
+    for batch in batches:
         states: list[torch.Tensor] = []
         x_BTE = base.hidden(batch.tokens_BT, states.append)
-        for n, other in enumerate(others):
-            rough: list[torch.Tensor] = []
-            y_BTE = other.hidden(batch.tokens_BT, rough.append)
-            _add_rows(sums[n], base, other, batch, x_BTE, y_BTE)
-            _add_errors(errors[n], states, rough, batch.real_BT)
+        found.append(Pass(x_BTE=x_BTE, states=tuple(states)))
+    return found
+
+
+def compare(
+    base: PlainDecoder,
+    other: PlainDecoder,
+    batches: Sequence[Batch],
+    progress: Callable[[int, int], None] | None = None,
+    known: Sequence[Pass] | None = None,
+) -> Quality:
+    """The other model against the float32 one, on the same text. known: `passes` of the base on it."""
+    sums = _Sums()
+    errors_2L = torch.zeros(2, base.config.num_layers, dtype=torch.float64)
+    for done, batch in enumerate(batches):
+        exact = passes(base, [batch])[0] if known is None else known[done]
+        rough: list[torch.Tensor] = []
+        y_BTE = other.hidden(batch.tokens_BT, rough.append)
+        _add_rows(sums, base, other, batch, exact.x_BTE, y_BTE)
+        _add_errors(errors_2L, exact.states, rough, batch.real_BT)
         if progress is not None:
-            progress(done, len(batches))
-    return [_quality(s, e) for s, e in zip(sums, errors, strict=True)]
+            progress(done + 1, len(batches))
+    return _quality(sums, errors_2L)
 
 
 def _add_rows(

@@ -27,7 +27,7 @@ from pdserve.quant.float8 import Float8Weight
 from pdserve.quant.forms import Activation, ActivationKind, QuantWeight, linear_reference
 from pdserve.quant.gptq import round_with_compensation
 from pdserve.quant.rounding import Grid, grouped, round_to_nearest
-from pdserve.quant.schemes import TOKEN, Scheme
+from pdserve.quant.schemes import HEAD_INPUT, TOKEN, Scheme
 from pdserve.quant.smooth import Scaling, search_awq, search_smooth
 
 Progress = Callable[[int, int], None]
@@ -188,7 +188,7 @@ class _Job:
             tied = self._config.tied_embeddings
             weight_VE = self._weights["model.embed_tokens.weight" if tied else HEAD].to(torch.float32)
             head = round_to_nearest(weight_VE, Grid(bits=8))
-            self._low[HEAD] = head.with_activation(TOKEN) if self._scheme.quantises_inputs else head
+            self._low[HEAD] = head.with_activation(HEAD_INPUT) if self._scheme.quantises_inputs else head
         plain = {n: self._now(n) for n in self._weights if n not in self._low}
         return QuantisedModel(
             config=self._config, scheme=self._scheme, plain=plain, low=self._low, alphas=self._alphas

@@ -82,7 +82,14 @@ def run(source: str, output: Path, wish: Wish) -> None:
         write_report(directory, reports, about)
     plain_bytes = sum(2 * weight.numel() for weight in model.weights.values())
     print("\n".join(lines(reports, plain_bytes)))
-    print(f"serve it with: pdserve up --model {output}")
+    print(f"serve it with: pdserve up --model {output}{_flags(made)}")
+
+
+def _flags(made: Mapping[str, QuantisedModel]) -> str:
+    """What `pdserve up` needs to compute with the forms, where kernels take them."""
+    bits = {role: form.scheme.grid.bits for role, form in made.items() if form.scheme.grid is not None}
+    flags = "".join(f" --{role}-weights w{width}a8" for role, width in bits.items())
+    return f"{flags} --kv-mixing relaxed" if bits else ""
 
 
 def _say(what: str) -> None:
@@ -146,7 +153,7 @@ def _measured(
         written = load_model(str(directory), wish.dtype, keep_quantised=True, role=role)
         with progress_bar(len(evaluation)) as advance:
             decoder = stored_form(written, form).decoder()
-            (quality,) = compare(base, [decoder], evaluation, lambda n, of: advance(False))
+            quality = compare(base, decoder, evaluation, lambda n, of: advance(False))
         reports[role] = FormReport(
             scheme=form.scheme.name,
             quality=quality,

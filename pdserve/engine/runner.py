@@ -139,7 +139,11 @@ class ModelRunner:
         self.config = model.config
         ranks, exchange = (1, "") if group is None or whole else (group.size, group.kind)
         self.numerics_id = numerics_id(
-            dtype=model.dtype, deterministic=deterministic, ranks=ranks, exchange=exchange, weights=weights
+            dtype=model.dtype,
+            deterministic=deterministic,
+            ranks=ranks,
+            exchange=exchange,
+            weights=f"{weights} of {model.form}" if model.form else weights,
         )
         self.last_logits: dict[str, torch.Tensor] = {}
         self._pool = pool

@@ -14,18 +14,21 @@ FORMS = "forms.json"
 ROLES = ("prefill", "decode", "aggregated")
 
 
-def folder_of(directory: Path, role: str) -> Path:
-    """The model's folder for a worker of this role: the directory itself where it has one form.
+def folders_of(directory: Path) -> dict[str, Path]:
+    """The model's folder by role; nothing where the directory has one form only.
 
     Raises ModelError for a list of forms that is not usable.
     """
     if not (directory / FORMS).is_file():
-        return directory
+        return {}
     values = read_object(directory / FORMS)
     roles = values.get("roles")
     if values.get("version") != 1 or not isinstance(roles, dict):
         raise ModelError(f"{FORMS} is not usable: it is of another version, or names no roles.")
-    name = roles.get(role)
-    if not isinstance(name, str) or Path(name).name != name or not (directory / name).is_dir():
-        raise ModelError(f"{FORMS} is not usable: it names no folder for the role {role[:40]!r}.")
-    return directory / name
+    found: dict[str, Path] = {}
+    for role in ROLES:
+        name = roles.get(role)
+        if not isinstance(name, str) or Path(name).name != name or not (directory / name).is_dir():
+            raise ModelError(f"{FORMS} is not usable: it names no folder for the role {role}.")
+        found[role] = directory / name
+    return found

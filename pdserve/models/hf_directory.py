@@ -6,6 +6,7 @@ What lives here: which files there are and which weight lies in which. What does
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,9 @@ from pdserve.models.weights import (
 )
 from pdserve.quant.forms import NO_ACTIVATION, QuantWeight
 from pdserve.quant.rounding import Grid, round_to_nearest
-from pdserve.quant.schemes import TOKEN
+from pdserve.quant.schemes import HEAD_INPUT
 
+_log = logging.getLogger(__name__)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARDS = 4096
@@ -123,13 +125,15 @@ def read_weights(
     where its file has it plain.
     """
     kept = _quantised(files) if keep_quantised else {}
+    if low := [n for n, t in files.tensors.items() if isinstance(t, StoredLinear) and n not in kept]:
+        _log.info("%d quantised linears are dequantised to %s: no kernel takes them here", len(low), dtype)
     names = [name for name in weight_shapes(files.config) if name not in kept]
     weights = {name: _read(files.tensors[name], stored_dtype(name, dtype)) for name in names}
     if kept and HEAD not in kept:
         head = weights["model.embed_tokens.weight"] if files.config.tied_embeddings else weights.pop(HEAD)
         inputs = {weight.activation for weight in kept.values()}
         rounded = round_to_nearest(head, Grid(bits=8))
-        kept[HEAD] = rounded if NO_ACTIVATION in inputs else rounded.with_activation(TOKEN)
+        kept[HEAD] = rounded if NO_ACTIVATION in inputs else rounded.with_activation(HEAD_INPUT)
     return weights, kept
 
 

@@ -20,7 +20,7 @@ class LoadedModel:
 
     name: what it was asked for as, without folders. quantised: linears (the head too, as lm_head.weight) that
     were asked to stay as the files have them; they are not in `weights`, but an embedding that is also the
-    head is in both.
+    head is in both. form: which of the model's forms this is, where it has several: they share a digest.
     """
 
     name: str
@@ -31,6 +31,7 @@ class LoadedModel:
     dtype: str
     limits: ModelLimits
     quantised: dict[str, QuantWeight] = field(default_factory=dict)
+    form: str = ""
 
     def without_weights(self) -> LoadedModel:
         """The same model without its weights, to keep when it has been built: the runner packs its own."""

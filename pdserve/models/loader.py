@@ -7,18 +7,20 @@ device (`build`). Nothing here runs code from a model or unpickles anything.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
 from pdserve.errors import ModelError
 from pdserve.models.config import ModelConfig
 from pdserve.models.digests import read_lock, verified_digest
-from pdserve.models.forms import FORMS, folder_of
+from pdserve.models.forms import FORMS, folders_of
 from pdserve.models.gguf_config import config_from_gguf
 from pdserve.models.gguf_file import read_gguf
 from pdserve.models.gguf_weights import freq_factors, weights_from_gguf
-from pdserve.models.hf_directory import read_directory, read_weights
+from pdserve.models.hf_directory import ModelFiles, read_directory, read_weights
 from pdserve.models.loaded import DTYPES, LoadedModel
 from pdserve.models.registry import Source, locate
 from pdserve.models.weights import check_finite
@@ -53,7 +55,7 @@ def _from_gguf(source: Source, dtype: torch.dtype, keep_quantised: bool) -> _Par
 def _from_directory(source: Source, dtype: torch.dtype, keep_quantised: bool) -> _Parts:
     files = read_directory(source.path)
     with ThreadPoolExecutor(max_workers=2) as pool:
-        digest = pool.submit(verified_digest, files.files, read_lock(source.path))
+        digest = pool.submit(_digest, source.path, files)
         bundle = pool.submit(load_bundle_from_dir, source.path)
         weights, kept = read_weights(files, dtype, keep_quantised=keep_quantised)
         return _Parts(
@@ -62,14 +64,23 @@ def _from_directory(source: Source, dtype: torch.dtype, keep_quantised: bool) ->
         )  # fmt: skip
 
 
-def _agreeing(tokenizer: TokenizerBundle, config: ModelConfig, source: Source) -> TokenizerBundle:
-    """The bundle with the model's own limits, which know of scaled contexts and padded vocabularies, and the
-    name that all forms of a model have.
+def _digest(folder: Path, files: ModelFiles) -> str:
+    """Of the model's files; of those of all its forms where it has several, for they are one model."""
+    if not (folder.parent / FORMS).is_file():
+        return verified_digest(files.files, read_lock(folder))
+    forms = sorted(set(folders_of(folder.parent).values()))
+    each = (verified_digest(read_directory(form).files, read_lock(form)) for form in forms)
+    return hashlib.sha256(" ".join(each).encode()).hexdigest()
+
+
+def _agreeing(tokenizer: TokenizerBundle, config: ModelConfig, name: str | None) -> TokenizerBundle:
+    """The bundle with the model's own limits, which know of scaled contexts and padded vocabularies.
+
+    name: of the model, where it is not the folder's.
     """
-    form = (source.path.parent / FORMS).is_file()
     return dataclasses.replace(
         tokenizer,
-        model_name=source.name if form else tokenizer.model_name,
+        model_name=name or tokenizer.model_name,
         vocab_size=config.vocab_size,
         max_context=config.max_context,
         end_token_ids=config.end_token_ids,
@@ -90,8 +101,9 @@ def load_model(
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}.")
     found = locate(source)
-    if found.path.is_dir():
-        found = dataclasses.replace(found, path=folder_of(found.path, role))
+    form = None
+    if found.path.is_dir() and (form := folders_of(found.path).get(role)):
+        found = dataclasses.replace(found, path=form)
     read = _from_directory if found.path.is_dir() else _from_gguf
     parts = read(found, DTYPES[dtype], keep_quantised)
     check_finite(parts.weights.items())
@@ -102,7 +114,8 @@ def load_model(
         config=config,
         weights=parts.weights,
         quantised=parts.quantised,
-        tokenizer=_agreeing(parts.tokenizer, config, found),
+        form=form.name if form else "",
+        tokenizer=_agreeing(parts.tokenizer, config, found.name[:256] if form else None),
         digest=parts.digest,
         dtype=dtype,
         limits=config.limits(),

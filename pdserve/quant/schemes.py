@@ -47,6 +47,8 @@ class Scheme:
 
 
 TOKEN = Activation(kind=ActivationKind.TOKEN)
+HEAD_INPUT = Activation(kind=ActivationKind.TOKEN_GROUP, group_size=32)
+"""Of the head, where activations are quantised: its errors are the tokens', and few rows reach it."""
 
 
 def _int8() -> list[Scheme]:

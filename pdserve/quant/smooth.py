@@ -19,7 +19,7 @@ import torch
 from pdserve.quant.forms import NO_ACTIVATION, Activation, fake_quantise
 from pdserve.quant.rounding import Grid, rounded
 
-SMOOTH_ALPHAS = tuple(step / 10 for step in range(3, 10))
+SMOOTH_ALPHAS = tuple(step / 20 for step in range(8, 19))
 AWQ_ALPHAS = tuple(step / 10 for step in range(1, 10))
 FLOOR = 1e-4
 

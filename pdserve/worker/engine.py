@@ -101,7 +101,9 @@ def _build(config: WorkerConfig, run_dir: str, progress: Progress, replica: Repl
     if tls is not None:
         tls.check_serves(config.host)
     progress("loading the model")
-    model = load_model(config.model, config.dtype, keep_quantised=config.weights != EXACT)
+    # Ranks compute with exact weights: all of them, whatever their role, from the same form of a model.
+    role = config.role if config.tp == 1 else Role.AGGREGATED
+    model = load_model(config.model, config.dtype, keep_quantised=config.weights != EXACT, role=role)
     progress("building the model")
     runner, pool = _runner(config, model) if replica is None else replica.start(model, secrets.randbits(64))
     limits = _limits(model, runner.homes.pages_each * config.page_size)

@@ -12,7 +12,7 @@ import torch
 from pdserve.calibrate.corpus import Batch, batches, read_texts
 from pdserve.calibrate.folds import fold, pairs
 from pdserve.calibrate.forward import PlainDecoder
-from pdserve.calibrate.quality import compare
+from pdserve.calibrate.quality import compare, passes
 from pdserve.calibrate.quantise import Options, QuantisedModel, quantise, stored_form
 from pdserve.calibrate.write import new_directory, write_forms
 from pdserve.errors import ConfigError, ModelError
@@ -71,7 +71,7 @@ def test_folding_changes_no_result(model: LoadedModel, values: bool) -> None:
         size = weights[pair.before[0]].shape[0]
         scale = torch.rand(size, generator=torch.Generator().manual_seed(len(kind))) * 3 + 0.1
         weights |= fold(weights, pair, scale, torch.bfloat16)
-    (quality,) = compare(exact(model), [replace(exact(model), weights=weights)], text(1))
+    quality = compare(exact(model), replace(exact(model), weights=weights), text(1))
     assert quality.kl < 1e-6
     assert quality.top1 == 1.0
     assert ("out" in pairs(model.config, 1, values=values)) == values
@@ -81,7 +81,7 @@ def test_folding_changes_no_result(model: LoadedModel, values: bool) -> None:
 def test_each_scheme_gives_a_model_near_the_float_one(model: LoadedModel, name: str) -> None:
     made = quantise(model.config, model.weights, SCHEMES[name], text(2))
     assert set(made.low) == {n for n in model.weights if n.endswith("_proj.weight")} | {"lm_head.weight"}
-    (quality,) = compare(exact(model), [made.decoder()], text(3))
+    quality = compare(exact(model), made.decoder(), text(3))
     assert quality.kl < (0.5 if name.startswith("w4") else 0.3 if "static" in name or "e5m2" in name else 0.1)
     assert len(quality.layer_errors) == 3
     for low in made.low.values():
@@ -101,13 +101,15 @@ def test_schemes_that_need_text_say_so(model: LoadedModel) -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "e4m3"])
 def test_a_quantised_cache_is_near_the_exact_one(model: LoadedModel, kind: str) -> None:
-    (quality,) = compare(exact(model), [replace(exact(model), kv=KVForm(kind=kind))], text(4))
+    quality = compare(exact(model), replace(exact(model), kv=KVForm(kind=kind)), text(4))
     assert 0 < quality.kl < 0.1
 
 
 def test_the_same_model_has_no_distance_from_itself(model: LoadedModel) -> None:
-    (quality,) = compare(exact(model), [exact(model)], text(5))
+    quality = compare(exact(model), exact(model), text(5))
     assert (quality.ratio, quality.top1, quality.layer_errors) == (1.0, 1.0, (0.0, 0.0, 0.0))
+    known = passes(exact(model), text(5))
+    assert compare(exact(model), exact(model), text(5), known=known) == quality
     assert quality.num_tokens == sum(int(b.real_BT[:, 1:].sum()) for b in text(5))
 
 
@@ -127,7 +129,7 @@ def test_what_is_written_is_read_back(model: LoadedModel, name: str, tmp_path: P
         kept = back.quantised[weight_name]
         torch.testing.assert_close(kept.dequantise(), low.dequantise(), rtol=0, atol=0)
         assert kept.activation == low.activation
-    (quality,) = compare(made.decoder(), [stored_form(back, made).decoder()], text(6))
+    quality = compare(made.decoder(), stored_form(back, made).decoder(), text(6))
     assert quality.kl == pytest.approx(0, abs=1e-9)
     plain = load_model(str(tmp_path), "float32")
     assert set(plain.weights) == set(model.weights)
@@ -148,11 +150,14 @@ def test_two_forms_share_a_folder_and_the_embedding(model: LoadedModel, tmp_path
     forms = {"prefill": form(model, "w8a8-rtn"), "decode": form(model, "w4a16-rtn-g32")}
     sizes = write_forms(model, forms, tmp_path, "bfloat16")
     assert sizes["decode"] < sizes["prefill"]
-    bits = {}
+    bits, digests = {}, set()
     for role in ("prefill", "decode", "aggregated"):
         back = load_model(str(tmp_path), "bfloat16", keep_quantised=True, role=role)
+        digests.add(back.digest)
+        assert back.form == ("prefill" if role == "prefill" else "decode")
         bits[role] = back.quantised["model.layers.0.mlp.up_proj.weight"].bits
     assert bits == {"prefill": 8, "decode": 4, "aggregated": 4}
+    assert len(digests) == 1
     shards = list(tmp_path.glob("*/model-00001-of-00002.safetensors"))
     assert len({path.stat().st_ino for path in shards}) == 1
     (tmp_path / "forms.json").write_text(json.dumps({"version": 1, "roles": {"decode": "../x"}}))
