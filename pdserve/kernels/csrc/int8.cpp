@@ -11,6 +11,7 @@ constexpr int NR = NVP * VW;
 constexpr int kWide = 4;      // panels at once where few rows give too few chains
 constexpr int kWideRows = 3;  // ... up to so many rows
 constexpr long kAhead = 512;  // words by which weights are called up from memory
+constexpr int kAheadRows = 10;  // ... up to so many rows, which wait for memory
 #ifdef PDS_AVX512
 constexpr int kMaxRows = 14;
 #else
@@ -52,7 +53,7 @@ template <int MR, int NB> void block(const Product& p, long row, long panel) {
 #pragma GCC unroll 16
         for (int v = 0; v < COLS; v++) {
             const u32* at = w[v / NVP] + s * NR + (v % NVP) * VW;
-            if constexpr (MR <= kWideRows) _mm_prefetch(reinterpret_cast<const char*>(at + kAhead), _MM_HINT_T0);
+            if constexpr (MR <= kAheadRows) _mm_prefetch(reinterpret_cast<const char*>(at + kAhead), _MM_HINT_T0);
             column[v] = iload(at);
         }
 #pragma GCC unroll 16
