@@ -22,8 +22,7 @@ def numerics_id(
 
     dtype: of weights and pages. ranks: tensor-parallel ones, exchange: how they add products; they count only
     where ranks add, which deterministic ones do not do. weights: the scheme of linears (`models.precision`).
-    Thread counts are not in it: no result depends on
-    them.
+    Thread counts are not in it: no result depends on them.
     """
     parts = (
         f"model-{REVISION}",

@@ -21,12 +21,13 @@ import torch
 from pdserve.errors import ConfigError
 from pdserve.kernels.memory import empty_weight
 from pdserve.kernels.native import DTYPE_CODE, library
+from pdserve.quant.forms import Activation, ActivationKind, quantise_rows, spread
 
 ROW_GROUP = 32
 """Inputs that share a scale where rows are scaled by group (csrc/dot.h)."""
 MAX_INPUTS = 1 << 16
 """Inputs whose sums of codes surely fit 32 bits."""
-_TINY = 2.0**-100
+_BY_GROUP = Activation(kind=ActivationKind.TOKEN_GROUP, group_size=ROW_GROUP)
 
 
 class NativeQuantLinear(ctypes.Structure):
@@ -186,33 +187,25 @@ def pack_int4(
     )
 
 
-def quantise_rows_reference(x_MK: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [M, A, group] (zero-padded) and scales [M, A] of rows by groups of inputs, all float32."""
-    x = x_MK.float()
-    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % group)).view(x.shape[0], -1, group)
-    top_MA = padded.abs().amax(2)
-    empty = top_MA < _TINY
-    inverse_MA = torch.where(
-        empty, 0.0, torch.tensor(127.0) / top_MA.clamp(min=_TINY)
-    )  # 127 / x is 127 * (1 / x)
-    return torch.round(padded * inverse_MA[:, :, None]), torch.where(empty, 0.0, top_MA / 127)
+def _rows_reference(x_MK: torch.Tensor) -> torch.Tensor:
+    """What rows scaled by group stand for, float64 [M, K]."""
+    codes_MK, scale_MA = quantise_rows(x_MK, _BY_GROUP)
+    return codes_MK.double() * spread(scale_MA.double(), x_MK.shape[1], ROW_GROUP)
 
 
 def int8_reference(
     x_MK: torch.Tensor, codes_NK: torch.Tensor, scale_N: torch.Tensor, zero_N: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Plain torch form of an 8-bit layer with one scale a row, float32: the same bits."""
-    codes_MAK, scale_MA = quantise_rows_reference(x_MK, x_MK.shape[1])
+    codes_MK, scale_M1 = quantise_rows(x_MK, Activation(kind=ActivationKind.TOKEN))
     weight = codes_NK.double() if zero_N is None else codes_NK.double() - zero_N.double()[:, None]
-    dots_MN = codes_MAK[:, 0].double() @ weight.T
-    return dots_MN.float() * scale_N * scale_MA
+    dots_MN = codes_MK.double() @ weight.T
+    return dots_MN.float() * scale_N * scale_M1
 
 
 def int8_grouped_reference(x_MK: torch.Tensor, codes_NK: torch.Tensor, scale_N: torch.Tensor) -> torch.Tensor:
     """Plain torch form of an 8-bit layer with rows scaled by group, float64: the same but for rounding."""
-    codes_MAK, scale_MA = quantise_rows_reference(x_MK, ROW_GROUP)
-    x = (codes_MAK.double() * scale_MA[:, :, None]).flatten(1)[:, : x_MK.shape[1]]
-    return x @ (codes_NK.double() * scale_N.double()[:, None]).T
+    return _rows_reference(x_MK) @ (codes_NK.double() * scale_N.double()[:, None]).T
 
 
 def int4_reference(
@@ -224,11 +217,6 @@ def int4_reference(
     group_size: int,
 ) -> torch.Tensor:
     """Plain torch form of a 4-bit layer, float64: the same value but for rounding."""
-    codes_MAK, scale_MA = quantise_rows_reference(x_MK, ROW_GROUP)
-    x = (codes_MAK.double() * scale_MA[:, :, None]).flatten(1)[:, : x_MK.shape[1]]
     scale, low, factor_N = halves(scale_NG, low_NG)
-    spread = [
-        (part.double() * factor_N[:, None]).repeat_interleave(group_size, 1)[:, : x_MK.shape[1]]
-        for part in (scale, low)
-    ]
-    return x @ (codes_NK.double() * spread[0] + spread[1]).T
+    wide = [spread(part.double() * factor_N[:, None], x_MK.shape[1], group_size) for part in (scale, low)]
+    return _rows_reference(x_MK) @ (codes_NK.double() * wide[0] + wide[1]).T

@@ -72,7 +72,10 @@ def _group(value: Any) -> Group:
         raise ModelError("A group of the model's quantization_config has no targets.")
     if value.get("output_activations") is not None:
         raise ModelError("The model is quantised with output activations, which is not supported.")
-    weights = Fields(value.get("weights") or {}, "quantization_config weights")
+    described = value.get("weights") or {}
+    if not isinstance(described, dict):
+        raise ModelError("The weights of a group of the model's quantization_config are malformed.")
+    weights = Fields(described, "quantization_config weights")
     bits, is_float = weights.integer("num_bits", 1, 16, 8), weights.text("type", "int") == "float"
     if bits not in ((8,) if is_float else (4, 8)) or weights.has("actorder"):
         raise ModelError("The model is quantised with a width or order of weights that is not supported.")

@@ -202,7 +202,7 @@ def spread(values_NG: torch.Tensor, num_in: int, group_size: int) -> torch.Tenso
     """[N, G] by group to [N, K] by input (or broadcastable [N, 1])."""
     if not group_size:
         return values_NG
-    return values_NG.repeat_interleave(group_size, dim=1)[:, :num_in]
+    return values_NG.repeat_interleave(min(group_size, num_in), dim=1)[:, :num_in]
 
 
 def quantise_rows(x_MK: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,7 +219,8 @@ def quantise_rows(x_MK: torch.Tensor, activation: Activation) -> tuple[torch.Ten
     size = activation.group_size
     amax_MA = _amax(x_MK.abs(), size)
     tiny = amax_MA < TINY
-    inverse_MA = torch.where(tiny, 0.0, MAX_ACTIVATION_CODE / amax_MA.clamp(min=TINY))
+    most = torch.tensor(float(MAX_ACTIVATION_CODE))  # as a number, torch would multiply it by 1 / amax
+    inverse_MA = torch.where(tiny, 0.0, most / amax_MA.clamp(min=TINY))
     scale_MA = torch.where(tiny, 0.0, amax_MA / MAX_ACTIVATION_CODE)
     return _codes(x_MK * spread(inverse_MA, x_MK.shape[1], size)), scale_MA
 
@@ -227,6 +228,7 @@ def quantise_rows(x_MK: torch.Tensor, activation: Activation) -> tuple[torch.Ten
 def _amax(x_MK: torch.Tensor, group_size: int) -> torch.Tensor:
     if not group_size:
         return x_MK.amax(dim=1, keepdim=True)
+    group_size = min(group_size, x_MK.shape[1])
     padding = -x_MK.shape[1] % group_size
     padded = torch.nn.functional.pad(x_MK, (0, padding))
     return padded.view(x_MK.shape[0], -1, group_size).amax(dim=2)

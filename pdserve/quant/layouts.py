@@ -149,7 +149,8 @@ def from_float8(parts: Parts, *, inputs: bool, block: tuple[int, int] | None) ->
         return Float8Weight(values_NK=values_NK, scale_N1=scale_N1, inputs=inputs)
     rows, columns = values_NK.shape
     _expect(scale, (-(-rows // block[0]), -(-columns // block[1])), torch.float32, name)
-    wide = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    tall = scale.repeat_interleave(min(block[0], rows), 0)[:rows]
+    wide = tall.repeat_interleave(min(block[1], columns), 1)[:, :columns]
     return values_NK.to(torch.float32) * wide
 
 

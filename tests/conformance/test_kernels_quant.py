@@ -27,6 +27,8 @@ from pdserve.kernels.quant_linear import (
 from tests.conformance.kernel_kit import assert_near, both_dtypes, randn
 
 pytestmark = pytest.mark.smoke
+ENOUGH = 16
+"""Outputs with which a row surely has a large one, to measure errors by. Fewer must have the same bits."""
 ROWS = (1, 2, 3, 4, 5, 6, 12, 13, 14, 15, 29, 40)
 
 
@@ -78,24 +80,27 @@ def test_int8_equals_the_reference(rows: int, num_out: int, num_in: int, zeros: 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 150), st.integers(1, 300), st.sampled_from([32, 64, 128]))
 def test_int4_is_the_reference_but_for_rounding(rows: int, num_out: int, num_in: int, group: int) -> None:
-    codes, scale, low = int4_parts(num_out, num_in, group)
+    codes, scale, low = int4_parts(max(num_out, ENOUGH), num_in, group)
     x = rows_of(rows, num_in)
-    layer = pack_int4(codes, scale, low, group_size=group)
     wanted = int4_reference(x, codes, scale, low, group_size=group)
-    got = layer(x, out_float32=True)
+    got = pack_int4(codes, scale, low, group_size=group)(x, out_float32=True)
     for row in range(rows):
         assert_near(got[row], wanted[row], "float32")
+    few = pack_int4(codes[:num_out], scale[:num_out], low[:num_out], group_size=group)
+    assert torch.equal(few(x, out_float32=True), got[:, :num_out])
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 150), st.integers(1, 200))
 def test_int8_by_group_is_the_reference_but_for_rounding(rows: int, num_out: int, num_in: int) -> None:
-    codes, scale, _ = int8_parts(num_out, num_in)
+    codes, scale, _ = int8_parts(max(num_out, ENOUGH), num_in)
     x = rows_of(rows, num_in)
     wanted = int8_grouped_reference(x, codes, scale)
     got = pack_int8(codes, scale, by_group=True)(x, out_float32=True)
     for row in range(rows):
         assert_near(got[row], wanted[row], "float32")
+    few = pack_int8(codes[:num_out], scale[:num_out], by_group=True)
+    assert torch.equal(few(x, out_float32=True), got[:, :num_out])
 
 
 LAYERS = {
@@ -108,6 +113,19 @@ each_layer = pytest.mark.parametrize("kind", LAYERS)
 
 def built(kind: str) -> QuantLinear:
     return LAYERS[kind]()
+
+
+@pytest.mark.parametrize("at", [0, 40, 1099])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@each_layer
+def test_a_row_that_is_not_finite_gives_no_number(kind: str, value: float, at: int) -> None:
+    """As an exact product does: whoever looks at logits must see it. Other rows are as without it."""
+    layer, x = built(kind), rows_of(3, 1100)
+    before = layer(x, out_float32=True)
+    x[1, at] = value
+    after = layer(x, out_float32=True)
+    assert not after[1].isfinite().any()
+    assert torch.equal(after[[0, 2]], before[[0, 2]])
 
 
 @both_dtypes

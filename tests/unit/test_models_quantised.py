@@ -88,6 +88,7 @@ def test_what_has_no_form_here_is_dequantised(name: str, tmp_path: Path) -> None
         ("int8", {"config_groups": {"a": {
             "targets": ["Linear"], "weights": INT8 | {"num_bits": 3},
         }}}, "width"),
+        ("int8", {"config_groups": {"a": {"targets": ["Linear"], "weights": "int8"}}}, "malformed"),
         ("w8a8", {"config_groups": {"a": {
             "targets": ["Linear"], "weights": INT8, "input_activations": TOKEN | {"symmetric": False},
         }}}, "zero points"),

@@ -9,7 +9,7 @@
 struct RowBlocks {
     long count, base, extra;
 
-    RowBlocks(long rows, long most) : count((rows + most - 1) / most), base(rows / count), extra(rows % count) {}
+    RowBlocks(long rows, long most) : count((rows + most - 1) / most), base(count ? rows / count : 0), extra(count ? rows % count : 0) {}
     long start(long i) const { return i * base + std::min(i, extra); }
     long size(long i) const { return base + (i < extra); }
 };

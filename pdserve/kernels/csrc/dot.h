@@ -121,10 +121,15 @@ template <class T> PDS_INLINE int32_t put_codes(int8_t* codes, const T* x, long 
     return sum_lanes(total);
 }
 
+// The greatest magnitude; a NaN where there is a value that is not a finite number (a maximum alone would lose it).
 template <class T> PDS_INLINE float top_of(const T* x, long from, long to, long cols) {
-    vf top = vzero();
-    for (long i = from; i < to; i += VW) top = vmax(top, magnitude(load_or_zero(x, i, cols)));
-    return max_lanes(top);
+    vf top = vzero(), rest = vzero();
+    for (long i = from; i < to; i += VW) {
+        const vf v = load_or_zero(x, i, cols);
+        top = vmax(top, magnitude(v));
+        rest = fma(v, vzero(), rest);
+    }
+    return max_lanes(top) + sum_lanes(rest);
 }
 
 template <class T> PDS_INLINE void quantise_row(const Rows8& to, long row, const T* x, long cols, bool by_group) {
