@@ -23,6 +23,7 @@ from pdserve.engine.warmup import warmup_plans
 from pdserve.errors import ConfigError
 from pdserve.kernels.best import best_tokens
 from pdserve.kernels.kv_view import KVView, inner_layout
+from pdserve.kernels.stack import PhaseSeconds
 from pdserve.kvcache.homes import Homes
 from pdserve.kvcache.layout import PageLayout
 from pdserve.kvcache.pool import KVPool
@@ -30,7 +31,7 @@ from pdserve.layers.moe import ExpertLoad
 from pdserve.models.build import build_decoder
 from pdserve.models.config import ModelConfig
 from pdserve.models.decoder import Decoder
-from pdserve.models.fused import fused
+from pdserve.models.fused import FusedDecoder, fused
 from pdserve.models.loaded import LoadedModel
 from pdserve.models.precision import EXACT, packer
 from pdserve.models.sharded import build_repeated, build_shard, shard_config
@@ -170,6 +171,11 @@ class ModelRunner:
     def expert_load(self) -> ExpertLoad | None:
         """Tokens by layer and expert since start or its `reset`; None for a model without experts."""
         return self._decoder.expert_load
+
+    @property
+    def phase_seconds(self) -> PhaseSeconds | None:
+        """Where steps' time goes, for models whose layers are one call."""
+        return self._model.stack.seconds if isinstance(self._model, FusedDecoder) else None
 
     @property
     def num_pages(self) -> int:

@@ -31,6 +31,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pds_pack_int4": (None, (_P, _P, _P, _P, _I, _I, _I)),
     "pds_quant_linear": (None, (_P, _P, _P, _I, _N, _N)),
     "pds_stack": (_N, (_P, _P)),
+    "pds_products": (_I, (_N, _I)),
+    "pds_read": (None, (_P, _I)),
     "pds_best": (None, (_P, _I, _I, _P)),
     "pds_grouped_linear": (_N, (_P, _P, _P, _P, _P, _I, _I, _I, _I, _N, _N)),
     "pds_route_top_k": (None, (_P, _P, _P, _P, _I, _I, _I, _I, _I, _N, _N, _F)),

@@ -80,7 +80,32 @@ class _Step(ctypes.Structure):
         ("logits", ctypes.c_void_p),
         ("tokens", ctypes.c_int64),
         ("num_rows", ctypes.c_int64),
+        ("seconds", ctypes.c_void_p),
     )
+
+
+PHASES = ("rows", "qkv", "out", "gate_up", "down", "head", "write", "attention")
+"""The C++ side's `Phase` (csrc/phases.h): what it takes to make and quantise rows, products by layer, rotary
+positions and writing pages, attention."""
+
+
+class PhaseSeconds:
+    """Adds up where the time of steps goes, while it is on."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._seconds = (ctypes.c_double * len(PHASES))()
+
+    @property
+    def native(self) -> int | None:
+        """Address for the C++ side, or None."""
+        return ctypes.addressof(self._seconds) if self.on else None
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase since the last call."""
+        taken = dict(zip(PHASES, self._seconds, strict=True))
+        ctypes.memset(self._seconds, 0, ctypes.sizeof(self._seconds))
+        return taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +136,7 @@ class Stack:
     first_norm_E: torch.Tensor
     num_heads: int
     eps: float
+    seconds: PhaseSeconds = field(init=False, repr=False, default_factory=PhaseSeconds)
     _native: int = field(init=False, repr=False)
     _keep: tuple[object, ...] = field(init=False, repr=False)
 
@@ -142,7 +168,7 @@ class Stack:
         step = _Step(
             kv.native, meta.native, cos_TD.data_ptr(), sin_TD.data_ptr(), meta.slots_T.data_ptr(),
             residual_TE.data_ptr(), rows_R.data_ptr(), logits_RV.data_ptr(), residual_TE.shape[0],
-            rows_R.numel(),
+            rows_R.numel(), self.seconds.native,
         )  # fmt: skip
         check(library().pds_stack(self._native, ctypes.addressof(step)))
         return logits_RV

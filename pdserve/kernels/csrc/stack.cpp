@@ -6,6 +6,7 @@
 
 #include "ops.h"
 #include "parallel.h"
+#include "phases.h"
 #include "quantised.h"
 #include "rows.h"
 
@@ -48,6 +49,7 @@ struct StackStep {
     const int64_t* rows;
     float* logits;
     int64_t tokens, num_rows;
+    double* seconds;  // by Phase, added to; or null
 };
 
 int64_t widest(const StackDesc& s, int64_t StackLinear::* size) {
@@ -60,7 +62,7 @@ int64_t widest(const StackDesc& s, int64_t StackLinear::* size) {
 
 template <class T> class Run {
   public:
-    Run(const StackDesc& stack, const StackStep& step) : stack_(stack), step_(step), rows_(step.tokens) {
+    Run(const StackDesc& stack, const StackStep& step) : stack_(stack), step_(step), rows_(step.tokens), clock_(step.seconds) {
         static thread_local Scratch scratch;
         const int64_t in = std::max(widest(stack, &StackLinear::num_in), stack.head.num_in);
         const int64_t wide = rows_ * std::max(widest(stack, &StackLinear::num_out), in);
@@ -77,13 +79,14 @@ template <class T> class Run {
             const StackLayer& layer = stack_.layers[i];
             if (const int status = attend(layer, i)) return status;
             if (i + 1 == stack_.num_layers && !keep_wanted(layer.out.num_in)) return kOk;
-            linear(layer.out, heads_, narrow_);
-            made(layer.gate_up, wide_, sum_and_norm(layer.mlp_norm));
+            linear(kOut, layer.out, heads_, narrow_);
+            made(kGateUp, layer.gate_up, wide_, sum_and_norm(layer.mlp_norm));
             const int64_t width = layer.down.num_in;
-            made(layer.down, narrow_, [&, width](int64_t r, T* out) { silu_mul_row(out, wide_ + r * 2 * width, width); });
+            made(kDown, layer.down, narrow_,
+                 [&, width](int64_t r, T* out) { silu_mul_row(out, wide_ + r * 2 * width, width); });
         }
         const StackLayer& last = stack_.layers[stack_.num_layers - 1];
-        made(stack_.head, step_.logits, sum_and_norm(last.next_norm), kFloat32);
+        made(kHead, stack_.head, step_.logits, sum_and_norm(last.next_norm), kFloat32);
         return kOk;
     }
 
@@ -96,14 +99,17 @@ template <class T> class Run {
         const auto norm = [&](int64_t r, T* out) {
             norm_row(out, residual_ + r * hidden, static_cast<const T*>(stack_.first_norm), hidden, stack_.eps);
         };
-        if (i == 0) made(layer.qkv, wide_, norm);
-        else made(layer.qkv, wide_, sum_and_norm(stack_.layers[i - 1].next_norm));
+        if (i == 0) made(kQkv, layer.qkv, wide_, norm);
+        else made(kQkv, layer.qkv, wide_, sum_and_norm(stack_.layers[i - 1].next_norm));
         const int status =
             pds_rope_and_write_kv(narrow_, wide_, step_.cos, step_.sin, step_.kv, i, step_.slots, rows_, stack_.num_heads,
                                   layer.q_norm, layer.k_norm, layer.eps, kType);
+        clock_.lap(kWrite);
         if (status != kOk) return status;
-        return pds_paged_attention(heads_, narrow_, step_.kv, i, step_.meta, stack_.num_heads, layer.scale, layer.window,
-                                   kType);
+        const int attended = pds_paged_attention(heads_, narrow_, step_.kv, i, step_.meta, stack_.num_heads, layer.scale,
+                                                 layer.window, kType);
+        clock_.lap(kAttention);
+        return attended;
     }
 
     // Moves the wanted rows to the front; false if there are none.
@@ -131,10 +137,13 @@ template <class T> class Run {
     }
 
     // out = the layer's result for rows that make(row, to) makes.
-    template <class Make> void made(const StackLinear& l, void* out, const Make& make, int out_dtype = kType) {
+    template <class Make>
+    void made(Phase phase, const StackLinear& l, void* out, const Make& make, int out_dtype = kType) {
         if (l.quant == nullptr) {
             each_row(l.num_in, [&](int64_t r) { make(r, made_ + r * l.num_in); });
+            clock_.lap(kRows);
             pds_linear(out, made_, l.weight, l.bias, rows_, l.num_out, l.num_in, kType, out_dtype == kFloat32);
+            clock_.lap(phase);
             return;
         }
         const bool grouped = by_group(*l.quant);
@@ -145,23 +154,29 @@ template <class T> class Run {
             make(r, row);
             quantise_row(to, r, row, l.num_in, grouped);
         });
+        clock_.lap(kRows);
         quant_linear(*l.quant, to, rows_, out, out_dtype);
+        clock_.lap(phase);
     }
 
-    void linear(const StackLinear& l, const T* x, T* out) {
+    void linear(Phase phase, const StackLinear& l, const T* x, T* out) {
         if (l.quant == nullptr) {
             pds_linear(out, x, l.weight, l.bias, rows_, l.num_out, l.num_in, kType, kType == kFloat32);
+            clock_.lap(phase);
             return;
         }
         const bool grouped = by_group(*l.quant);
         const Rows8 to = carve_rows8(codes_, rows_, l.num_in, grouped);
         each_row(l.num_in, [&](int64_t r) { quantise_row(to, r, x + r * l.num_in, l.num_in, grouped); });
+        clock_.lap(kRows);
         quant_linear(*l.quant, to, rows_, out, kType);
+        clock_.lap(phase);
     }
 
     const StackDesc& stack_;
     const StackStep& step_;
     int64_t rows_;
+    PhaseClock clock_;
     char* codes_;
     T *wide_, *narrow_, *heads_, *made_, *residual_;
 };
