@@ -14,12 +14,18 @@ struct bf16 {
     uint16_t bits;
 };
 
-// A page is [num_layers][2][part]; see kv_view.py for the order inside a part. page_stride is in elements.
+enum PageKind : int64_t { kFloat32Pages = 0, kBfloat16Pages = 1, kInt8Pages = 2 };
+
+// A page is [num_layers][2][part]; see kv_view.py for the order inside a part. page_stride and part() are in elements
+// of the storage; those of 8-bit pages are bytes, and a part's scales are among them.
 struct KVDesc {
     void* storage;
-    int64_t page_stride, num_pages, num_layers, num_kv_heads, head_dim, page_size;
+    int64_t page_stride, num_pages, num_layers, num_kv_heads, head_dim, page_size, kind;
 
-    int64_t part() const { return num_kv_heads * head_dim * page_size; }
+    int64_t codes() const { return num_kv_heads * head_dim * page_size; }
+    int64_t part() const {
+        return codes() + (kind == kInt8Pages ? static_cast<int64_t>(sizeof(float)) * num_kv_heads * page_size : 0);
+    }
 };
 
 // See attention_meta.py: query_starts [B + 1], context_lens [B], block_tables [B][max_pages].
