@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.cases import DECODE, PREFILL, Case
+from pdserve.bench.percentiles import percentile
 
 TokenTimes = Sequence[Sequence[float]]
 """Per request, the seconds from the start of the run at which each output token arrived."""
@@ -33,14 +33,6 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float | None
     """Median of ours/theirs over pairs measured next to each other; None without a pair."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return statistics.median(ratios) if ratios else None
-
-
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Nearest-rank percentile; None without values."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
 def latency(batches: Sequence[TokenTimes]) -> dict[str, float | None]:

@@ -8,17 +8,15 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated
 
 import typer
 
+from pdserve.cli.bench import bench_app
 from pdserve.cli.options import ConfigFile, settings_of
+from pdserve.cli.reach import Address, TlsCa, TlsCert, TlsKey, TlsName, router_at
 from pdserve.config import Resolved, ServeConfig
 from pdserve.errors import ConfigError, InvalidRequest, PdserveError
-
-if TYPE_CHECKING:
-    from pdserve.cli.connection import Router
-    from pdserve.client import TlsOptions
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -33,23 +31,8 @@ config_app = typer.Typer(help="Settings and where they come from.", no_args_is_h
 app.add_typer(config_app, name="config")
 moe_app = typer.Typer(help="Mixtures of experts.", no_args_is_help=True)
 app.add_typer(moe_app, name="moe")
+app.add_typer(bench_app, name="bench")
 
-Address = Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="Address of the router.")]
-TlsCa = Annotated[
-    str, typer.Option(metavar="FILE", envvar="PDSERVE_TLS_CA", help="Authorities to trust (PEM): use TLS.")
-]
-TlsCert = Annotated[
-    str, typer.Option(metavar="FILE", envvar="PDSERVE_TLS_CERT", help="Our certificate (PEM).")
-]
-TlsKey = Annotated[str, typer.Option(metavar="FILE", envvar="PDSERVE_TLS_KEY", help="Its private key (PEM).")]
-TlsName = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        envvar="PDSERVE_TLS_SERVER_NAME",
-        help="Name in the router's certificate, if not its host.",
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -129,7 +112,7 @@ def generate(
         "no_prefix_cache": no_prefix_cache or None, "deadline_s": deadline_s,
     }  # fmt: skip
     options = {name: value for name, value in given.items() if value is not None}
-    router = _router_at(address, tls_ca, tls_cert, tls_key, tls_server_name)
+    router = router_at(address, tls_ca, tls_cert, tls_key, tls_server_name)
     if prompts is not None:
         if prompt is not None:
             raise ConfigError("prompts: give a prompt or a file of them, not both")
@@ -152,7 +135,7 @@ def chat(
     """Talk with the model. Ctrl-C stops an answer, /reset forgets, /exit or Ctrl-D ends."""
     from pdserve.cli.chat import run
 
-    router = _router_at(address, tls_ca, tls_cert, tls_key, tls_server_name)
+    router = router_at(address, tls_ca, tls_cert, tls_key, tls_server_name)
     raise typer.Exit(run(router, system, max_tokens, temperature, seed))
 
 
@@ -168,7 +151,7 @@ def status(
     """Show workers, roles, incarnations, load and page pools, as the router sees them."""
     from pdserve.cli.status import run
 
-    run(_router_at(address, tls_ca, tls_cert, tls_key, tls_server_name), as_json)
+    run(router_at(address, tls_ca, tls_cert, tls_key, tls_server_name), as_json)
 
 
 @app.command()
@@ -271,7 +254,7 @@ def explain(
     """Show where one request's time went, or what it waits for now."""
     from pdserve.cli.explain import run
 
-    run(request_id, _router_at(address, tls_ca, tls_cert, tls_key, tls_server_name), as_json)
+    run(request_id, router_at(address, tls_ca, tls_cert, tls_key, tls_server_name), as_json)
 
 
 @app.command()
@@ -316,7 +299,7 @@ def experts(
     if rebalance:
         if source is not None:
             raise ConfigError("rebalance: a file has no workers; leave out --from")
-        shown.rebalance(_router_at(address, tls_ca, tls_cert, tls_key, tls_server_name), worker, as_json)
+        shown.rebalance(router_at(address, tls_ca, tls_cert, tls_key, tls_server_name), worker, as_json)
         return
     wish = Wish(
         policy=Policy(by_node=by_node, num_groups=groups, even_shares=even_shares),
@@ -326,7 +309,7 @@ def experts(
     if source is not None:
         snapshots = [read_snapshot(source, "from")]
     else:
-        snapshots = ask(_router_at(address, tls_ca, tls_cert, tls_key, tls_server_name), worker)
+        snapshots = ask(router_at(address, tls_ca, tls_cert, tls_key, tls_server_name), worker)
     run(snapshots, wish, as_json)
 
 
@@ -336,13 +319,6 @@ def version() -> None:
     from pdserve.cli.version import run
 
     run()
-
-
-def _router_at(address: str, ca: str, cert: str, key: str, name: str) -> Router:
-    from pdserve.cli.connection import Router
-
-    tls = {"tls_ca": ca, "tls_cert": cert, "tls_key": key, "tls_server_name": name}
-    return Router(address=address, tls=cast("TlsOptions", tls))
 
 
 def _add_router() -> None:
