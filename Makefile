@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install serve test test-full simulate lint proto proto-check bench clean
+.PHONY: help install serve test test-full simulate lint proto proto-check bench bench-mixed clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make lint        ruff, mypy, import contracts, buf"
 	@echo "make proto       regenerate pdserve/rpc/v1 from protos/; proto-check fails on a difference"
 	@echo "make bench       the benchmark table, beside the peers (ARGS=... as for the runner)"
+	@echo "make bench-mixed chats with long prompts among them, over the load, beside the peers: 15 minutes"
 	@echo "make install     .venv with everything pinned; clean removes it and all caches"
 
 install: $(STAMP)
@@ -53,6 +54,9 @@ proto-check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run $(ARGS)
+
+bench-mixed: $(STAMP)
+	$(BIN)/python -m benchmarks.mixed $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .cache

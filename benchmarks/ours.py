@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
@@ -120,6 +121,26 @@ class Ours:
         except (PdserveError, TimeoutError) as error:
             raise OursError(f"{self.name}: {type(error).__name__}: {error}") from error
 
+    def load(
+        self, prompts: Sequence[Sequence[int]], at_s: Sequence[float], max_tokens: int, limit_s: float
+    ) -> list[list[float]]:
+        """Sends each prompt at its time; token times per request, those within limit_s. A request that we
+        refuse has the tokens it got. Raises OursError if all are refused."""
+        times: list[list[float]] = [[] for _ in prompts]
+        self._loop.run(self._load(prompts, at_s, max_tokens, limit_s, times))
+        if not any(times):
+            raise OursError(f"{self.name}: no request of a load got a token")
+        return times
+
+    def cpu_s(self) -> float:
+        """Processor seconds of all its processes so far."""
+        used = 0.0
+        for process in (root := psutil.Process(self._process.pid), *root.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                used += times.user + times.system
+        return used
+
     def stop(self) -> None:
         """Ctrl-C, as a user would; whatever is left after a while is killed."""
         if self._client is not None:
@@ -153,13 +174,36 @@ class Ours:
             await asyncio.sleep(0.3)
         raise OursError(f"{self.name}: not ready within {START_TIMEOUT_S:.0f} s; {last_words(self._log)}")
 
+    async def _load(
+        self,
+        prompts: Sequence[Sequence[int]],
+        at_s: Sequence[float],
+        max_tokens: int,
+        limit_s: float,
+        times: list[list[float]],
+    ) -> None:
+        start = time.perf_counter()
+
+        async def one(index: int) -> None:
+            await asyncio.sleep(max(0.0, start + at_s[index] - time.perf_counter()))
+            with contextlib.suppress(PdserveError, TimeoutError):
+                await self._one(prompts[index], max_tokens, start, times[index])
+
+        tasks = [asyncio.create_task(one(index)) for index in range(len(prompts))]
+        _, late = await asyncio.wait(tasks, timeout=limit_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[float]]:
         start = time.perf_counter()
         return await asyncio.gather(*(self._one(prompt, max_tokens, start) for prompt in prompts))
 
-    async def _one(self, prompt: Sequence[int], max_tokens: int, start: float) -> list[float]:
+    async def _one(
+        self, prompt: Sequence[int], max_tokens: int, start: float, times: list[float] | None = None
+    ) -> list[float]:
         assert self._client is not None
-        times: list[float] = []
+        times = [] if times is None else times
         stream = self._client.generate(
             token_ids=prompt,
             max_tokens=max_tokens,

@@ -20,6 +20,9 @@ from benchmarks.show import table
 from benchmarks.systems import Bench, console, say, start
 from benchmarks.trial import Trial
 
+SERVE_ARGS = "--precision fast"
+"""How ours is served unless told otherwise."""
+
 
 def _say_who(bench: Bench) -> dict[str, Any]:
     facts = machine()
@@ -49,10 +52,12 @@ def main(
     peers: Annotated[str, typer.Option(help="vllm, llama.cpp, openvino (commas), all or none.")] = "all",
     pairs: Annotated[int, typer.Option(min=1, help="Measured rounds per case.")] = 5,
     quick: Annotated[bool, typer.Option(help="One round, to see that everything works.")] = False,
-    serve_args: Annotated[str, typer.Option(help="More flags for both `pdserve up`.")] = "",
+    serve_args: Annotated[str, typer.Option(help="Flags for both `pdserve up`.")] = SERVE_ARGS,
+    exact: Annotated[bool, typer.Option("--exact", help="Ours with the model's own numbers.")] = False,
 ) -> None:
-    """Measures ours beside the peers. Only all cases, all peers and 5 pairs become `results/latest.*`."""
+    """Measures ours beside the peers. All cases, all peers, 5 pairs and usual flags become `latest.*`."""
     started = time.perf_counter()
+    serve_args = "--precision exact" if exact else serve_args
     chosen, engines = _choose(cases, peers)
     bench = Bench(pairs=1 if quick else pairs, engines=engines)
     date, facts = now(), _say_who(bench)
@@ -77,7 +82,8 @@ def main(
     }
     lines = [{**line, **about} for line in lines]
     console.print(table(lines, [engine.name for engine in engines]))
-    complete = chosen == list(CASES) and engines == list(ENGINES) and bench.pairs >= 5 and not serve_args
+    complete = chosen == list(CASES) and engines == list(ENGINES) and bench.pairs >= 5
+    complete = complete and serve_args == SERVE_ARGS
     write(lines, [engine.name for engine in engines], date, complete=complete, say=say)
     sys.exit(_verdict(lines))
 

@@ -10,8 +10,8 @@ from typing import Literal, cast
 
 from kvtransfer.ticket import MIN_SECRET_BYTES
 from pdserve.config.fields import setting
+from pdserve.config.precision import KV_MIXING
 from pdserve.config.tls import tls_files
-from pdserve.config.worker import KV_MIXING
 from pdserve.errors import ConfigError
 
 SECRET_VARIABLE = "PDSERVE_FLEET_SECRET"  # noqa: S105 - the name of a variable

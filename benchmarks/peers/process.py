@@ -32,6 +32,7 @@ class Peer:
         started = time.perf_counter()
         driver = PEERS.parent / "peers" / engine.driver
         command = [str(interpreter(engine)), str(driver), str(WEIGHTS / variant.model)]
+        command += [json.dumps(dict(variant.flags))] if variant.flags else []
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command,
@@ -54,9 +55,19 @@ class Peer:
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[float]]:
         """Sends all prompts at once; token arrival times per request. Raises PeerError."""
+        return self._ask({"op": "run", "prompts": prompts, "max_tokens": max_tokens})
+
+    def load(
+        self, prompts: Sequence[Sequence[int]], at_s: Sequence[float], max_tokens: int, limit_s: float
+    ) -> list[list[float]]:
+        """Sends each prompt at its time; token times per request, those within limit_s. Raises PeerError."""
+        order = {"op": "load", "prompts": prompts, "at": at_s, "max_tokens": max_tokens, "limit_s": limit_s}
+        return self._ask(order)
+
+    def _ask(self, order: dict[str, Any]) -> list[list[float]]:
         self._signal(signal.SIGCONT)
         try:
-            self._send({"op": "run", "prompts": prompts, "max_tokens": max_tokens})
+            self._send(order)
             answer = self._answer(RUN_TIMEOUT_S)
         finally:
             self._signal(signal.SIGSTOP)

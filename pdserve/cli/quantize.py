@@ -14,6 +14,7 @@ from pdserve.calibrate.quantise import Options, QuantisedModel, quantise, stored
 from pdserve.calibrate.report import FormReport, lines, memory_bytes, write_report
 from pdserve.calibrate.write import new_directory, write_forms
 from pdserve.cli.bar import progress_bar
+from pdserve.cli.stopping import StopSignals
 from pdserve.errors import ConfigError
 from pdserve.models.loaded import DTYPES, LoadedModel
 from pdserve.models.loader import load_model
@@ -63,8 +64,11 @@ def wish_of(
 
 
 def run(source: str, output: Path, wish: Wish) -> None:
-    """Quantises, writes, reads back, measures. Raises ModelError and ConfigError."""
-    with new_directory(output) as directory:
+    """Quantises, writes, reads back, measures. A stop signal raises KeyboardInterrupt and leaves nothing.
+
+    Raises ModelError and ConfigError.
+    """
+    with StopSignals(), new_directory(output) as directory:
         _say(f"loading {source}")
         model = load_model(source, "float32")
         calibration, evaluation = _texts(model, wish)

@@ -30,7 +30,8 @@ WATCH_S = 0.1
 def run(config: ServeConfig, file: Path | None) -> int:
     """Serves until a signal; returns the exit code. config: resolved. Raises PdserveError."""
     phases = Phases()
-    print(f"pdserve: {config.model} in {config.dtype}, {describe(config.wanted())} workers", flush=True)
+    numbers = f"{config.dtype}, precision {config.precision}"
+    print(f"pdserve: {config.model} in {numbers}, {describe(config.wanted())} workers", flush=True)
     if config.insecure:
         warn("insecure: listeners beyond loopback have neither TLS nor a login")
     tls_source(config)  # before anything is started

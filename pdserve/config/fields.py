@@ -90,7 +90,7 @@ def parse(name: str, kind: Any, info: FieldInfo, raw: object) -> Any:
 
 def check(name: str, info: FieldInfo, value: object) -> None:
     """Raises ConfigError naming the field if the value is outside its choices or bounds."""
-    items = value if isinstance(value, tuple) else (value,)
+    items = value if isinstance(value, tuple) else () if value is None else (value,)
     if info.choices and any(str(item) not in info.choices for item in items):
         raise ConfigError(f"{name}: must be one of {', '.join(info.choices)}")
     if isinstance(value, bool) or not isinstance(value, int | float):

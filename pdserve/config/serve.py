@@ -9,17 +9,16 @@ import socket
 from dataclasses import dataclass
 
 from pdserve.config.fields import setting
+from pdserve.config.precision import EXACT, FAST, KV_MIXING, PRECISIONS, STRICT, WEIGHTS, Wish, mixing
 from pdserve.config.tls import tls_files
 from pdserve.config.worker import (
     DTYPES,
-    KV_MIXING,
     MAX_TP,
     NO_NIXL,
     NO_QUANTISED_RANKS,
     RANK_ATTENTION,
     RANK_EXCHANGES,
     TRANSPORTS,
-    WEIGHTS,
     WorkerConfig,
 )
 from pdserve.errors import ConfigError
@@ -32,7 +31,8 @@ NODE_HOST = "node"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """What an operator may set. `resolved()` turns every "auto" into a value."""
+    """What an operator may set. `resolved()` turns every "auto" into a value, but for weights that workers
+    choose themselves (precision fast): they know their CPU and the model."""
 
     model: str = setting(DEFAULT_MODEL, help="Registered name, Hugging Face directory, or GGUF file.")
     prefill: int | None = setting(
@@ -83,14 +83,19 @@ class ServeConfig:
         choices=RANK_ATTENTION,
     )
     dtype: str = setting("bfloat16", help="Number type of weights, activations and KV pages.", choices=DTYPES)
-    prefill_weights: str = setting(
-        "exact",
+    precision: str = setting(
+        EXACT,
+        help="exact: the model's own numbers; fast: 8 or 4 bits where they suit role, CPU and model.",
+        choices=PRECISIONS,
+    )
+    prefill_weights: str | None = setting(
+        None,
         help="Form of the linear layers' weights in prefill workers: exact, or 8 or 4 bits (inputs: 8). "
-        "Where roles differ, kv_mixing must be relaxed.",
+        "Auto: by precision.",
         choices=WEIGHTS,
     )
-    decode_weights: str = setting("exact", help="The same for decode workers.", choices=WEIGHTS)
-    aggregated_weights: str = setting("exact", help="The same for aggregated workers.", choices=WEIGHTS)
+    decode_weights: str | None = setting(None, help="The same for decode workers.", choices=WEIGHTS)
+    aggregated_weights: str | None = setting(None, help="The same for aggregated workers.", choices=WEIGHTS)
     deterministic: bool = setting(
         False, help="Results do not depend on what runs beside a request, bit for bit (slower)."
     )
@@ -128,8 +133,11 @@ class ServeConfig:
         64, help="Requests a worker runs at the same time.", unit="requests", minimum=1
     )
     prefix_caching: bool = setting(True, help="Keep prompt pages for later requests with the same prefix.")
-    kv_mixing: str = setting(
-        "strict", help="Whether pages computed by other numerics may be used.", choices=KV_MIXING
+    kv_mixing: str | None = setting(
+        None,
+        help="Whether pages computed by other numerics may be used. Auto: relaxed where prefill and decode "
+        "workers have, or may choose, different weights.",
+        choices=KV_MIXING,
     )
     threads: int | None = setting(
         None,
@@ -184,11 +192,19 @@ class ServeConfig:
     )
 
     def resolved(self) -> ServeConfig:
-        """A copy without "auto". Raises ConfigError for settings that do not go together."""
+        """A copy without "auto", but for weights with precision fast. Raises ConfigError for settings that
+        do not go together."""
         share = 0 if self.aggregated else 1
+        usual = None if self.precision == FAST else EXACT
+        forms = (self.prefill_weights or usual, self.decode_weights or usual)
+        prefill = share if self.prefill is None else self.prefill
         config = dataclasses.replace(
             self,
-            prefill=share if self.prefill is None else self.prefill,
+            prefill_weights=forms[0],
+            decode_weights=forms[1],
+            aggregated_weights=self.aggregated_weights or usual,
+            kv_mixing=mixing(self.kv_mixing, *forms) if prefill else self.kv_mixing or STRICT,
+            prefill=prefill,
             decode=share if self.decode is None else self.decode,
             token_budget=self.token_budget or 2 * self.prefill_chunk_tokens,
             threads=self.threads or len(os.sched_getaffinity(0)),
@@ -206,9 +222,9 @@ class ServeConfig:
         if self.transport == "nixl" and max(self.prefill_tp, self.decode_tp) > 1:
             raise ConfigError(f"transport: {NO_NIXL}")
         for role in self.wanted():
-            if self.ranks(role) > 1 and self._weights(role) != "exact":
+            if self.ranks(role) > 1 and self._weights(role) not in (None, EXACT):
                 raise ConfigError(f"{role}_weights: {NO_QUANTISED_RANKS}")
-        if self.prefill and self.prefill_weights != self.decode_weights and self.kv_mixing == "strict":
+        if self.prefill and self.prefill_weights != self.decode_weights and self.kv_mixing == STRICT:
             raise ConfigError(
                 "kv_mixing: prefill and decode workers with different weights compute different pages; "
                 "allow it with relaxed, or give both the same"
@@ -236,7 +252,14 @@ class ServeConfig:
             Role.AGGREGATED: self.aggregated_tp,
         }[role]
 
-    def _weights(self, role: Role) -> str:
+    def wish(self, role: Role) -> Wish:
+        """What a worker of a role chooses its form by; of a resolved configuration."""
+        return Wish(
+            role=role, precision=self.precision, weights=self._weights(role),
+            kv_mixing=self.kv_mixing or STRICT, ranks=self.ranks(role),
+        )  # fmt: skip
+
+    def _weights(self, role: Role) -> str | None:
         return {
             Role.PREFILL: self.prefill_weights,
             Role.DECODE: self.decode_weights,
@@ -265,6 +288,7 @@ class ServeConfig:
             model=self.model,
             fleet_secret=secret,
             dtype=self.dtype,
+            precision=self.precision,
             weights=self._weights(role),
             deterministic=self.deterministic,
             page_size=self._page_size(role),

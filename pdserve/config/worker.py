@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pdserve.config.codec import from_json, to_json
 from pdserve.config.fields import setting
+from pdserve.config.precision import EXACT, FAST, KV_MIXING, PRECISIONS, RELAXED, STRICT, WEIGHTS
 from pdserve.config.tls import tls_files, tls_source
 from pdserve.errors import ConfigError
 from pdserve.tls import TlsSource
@@ -13,8 +14,6 @@ from pdserve.types import Role
 
 DTYPES = ("float32", "bfloat16")
 TRANSPORTS = ("shm", "tcp", "nixl")
-WEIGHTS = ("exact", "w8a8", "w4a8")
-KV_MIXING = ("strict", "relaxed")
 RANK_ATTENTION = ("divided", "repeated", "rows")
 RANK_EXCHANGES = ("shm", "gloo")
 MAX_TP = 64
@@ -33,9 +32,13 @@ class WorkerConfig:
         "", help="Hex of the 32 random bytes all processes of a fleet share.", secret=True
     )
     dtype: str = setting("bfloat16", help="Number type of weights, activations and KV pages.", choices=DTYPES)
-    weights: str = setting(
-        "exact",
-        help="Form of the linear layers' weights: the model's own type, or 8 or 4 bits (inputs: 8 bits).",
+    precision: str = setting(
+        EXACT, help="exact: the model's own numbers; fast: what suits role and hardware.", choices=PRECISIONS
+    )
+    weights: str | None = setting(
+        None,
+        help="Form of the linear layers' weights: the model's own type, or 8 or 4 bits (inputs: 8 bits). "
+        "Auto: by precision.",
         choices=WEIGHTS,
     )
     deterministic: bool = setting(False, help="Bit-exact results whatever runs beside a request (slower).")
@@ -61,8 +64,10 @@ class WorkerConfig:
     transports: tuple[str, ...] = setting(
         ("shm", "tcp"), help="Ways to move KV pages, most wanted first.", choices=TRANSPORTS
     )
-    kv_mixing: str = setting(
-        "strict", help="Whether pages computed by other numerics may be used.", choices=KV_MIXING
+    kv_mixing: str | None = setting(
+        None,
+        help="Whether pages computed by other numerics may be used. Auto: relaxed with precision fast.",
+        choices=KV_MIXING,
     )
     host: str = setting("127.0.0.1", help="Address all listeners of the worker bind to.")
     tls_ca: str = setting(
@@ -130,10 +135,15 @@ class WorkerConfig:
             raise ConfigError(f"transports: {NO_NIXL}")
         if self.attention_repeated and (self.rank_exchange, self.role) != ("shm", Role.AGGREGATED):
             raise ConfigError("rank_attention: repeated is for aggregated workers that exchange over shm")
-        if self.tp > 1 and self.weights != "exact":
+        if self.tp > 1 and self.weights not in (None, EXACT):
             raise ConfigError(f"weights: {NO_QUANTISED_RANKS}")
         if not self.transports:
             raise ConfigError("transports: name at least one")
+
+    @property
+    def mixing(self) -> str:
+        """kv_mixing, with auto resolved."""
+        return self.kv_mixing or (RELAXED if self.precision == FAST else STRICT)
 
     @property
     def attention_repeated(self) -> bool:

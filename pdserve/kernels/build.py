@@ -70,6 +70,15 @@ def chosen_isa(cpu: str, environ: Mapping[str, str] = os.environ) -> str:
     return "avx512-dot" if words >= {"avx512_bf16", "AuthenticAMD"} else "avx512"
 
 
+def has_byte_products(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the kernels that would be built here multiply bytes without widening them (VPDPBUSD).
+
+    Raises ConfigError for a machine that there are no kernels for.
+    """
+    cpu = _cpu()
+    return chosen_isa(cpu, environ) != "avx2" and "avx512_vnni" in cpu.split()
+
+
 def plan_build(sources: Path = _SOURCES, name: str = "kernels") -> BuildPlan:
     """What would be built here of a folder's C++. Raises ConfigError without a compiler or AVX2."""
     cpu = _cpu()

@@ -19,6 +19,11 @@ BLOCK = 32
 _BLOCK_BYTES = {Kind.Q4_0: 18, Kind.Q4_1: 20, Kind.Q8_0: 34}
 
 
+def stored_bits(kind: GGMLQuantizationType) -> int:
+    """Bits of the codes that `quant_weight` keeps of a type; 0 for types it does not take."""
+    return {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q8_0: 8}.get(kind, 0)
+
+
 def quant_weight(
     raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, shape: tuple[int, ...]
 ) -> QuantWeight | None:

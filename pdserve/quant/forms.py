@@ -41,6 +41,8 @@ from pdserve.errors import ModelError
 CODE_RANGE = {4: (-8, 7), 8: (-128, 127)}
 MAX_ACTIVATION_CODE = 127
 TINY = 2.0**-100
+MOST = 2.0**64
+"""Of a scale or minimum: more is a damaged file, and products with it would leave float32."""
 
 
 class ActivationKind(enum.StrEnum):
@@ -78,6 +80,11 @@ def num_groups(num_in: int, group_size: int) -> int:
     return -(-num_in // group_size) if group_size else 1
 
 
+def _usable(values: torch.Tensor) -> bool:
+    """Finite, and so small that products with codes and inputs are too."""
+    return bool((values.abs() <= MOST).all())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantWeight:
     """codes_NK: int8. scale_NG: float32, finite. zero_NG: int8, minimum_NG: float32; one of them, or neither
@@ -108,8 +115,8 @@ class QuantWeight:
         shape = (self.num_out, num_groups(self.num_in, self.group_size))
         if self.scale_NG.dtype is not torch.float32 or self.scale_NG.shape != shape:
             raise ModelError("The scales of a quantised weight are float32, one for each output and group.")
-        if not bool(self.scale_NG.isfinite().all()):
-            raise ModelError("A quantised weight has scales that are not numbers; the file is damaged.")
+        if not _usable(self.scale_NG):
+            raise ModelError("A quantised weight has scales that are not usable; the file is damaged.")
         if self.zero_NG is not None and (self.zero_NG.dtype is not torch.int8 or self.zero_NG.shape != shape):
             raise ModelError("The zeros of a quantised weight are int8, one for each output and group.")
         least = self.minimum_NG
@@ -117,8 +124,8 @@ class QuantWeight:
             return
         if least.dtype is not torch.float32 or least.shape != shape or self.zero_NG is not None:
             raise ModelError("The minima of a quantised weight are float32, in place of zeros.")
-        if not bool(least.isfinite().all()):
-            raise ModelError("A quantised weight has minima that are not numbers; the file is damaged.")
+        if not _usable(least):
+            raise ModelError("A quantised weight has minima that are not usable; the file is damaged.")
 
     @property
     def num_out(self) -> int:

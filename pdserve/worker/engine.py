@@ -28,6 +28,7 @@ from pdserve.ranks.replica import Replica
 from pdserve.sched.scheduler import SchedConfig, StepScheduler
 from pdserve.types import CapabilityRecord, ModelLimits, Role
 from pdserve.worker.machine import machine_id
+from pdserve.worker.precision import settled
 
 Progress = Callable[[str], None]
 LEAST_GAP_S = 5.0
@@ -86,6 +87,7 @@ def build_engine(config: WorkerConfig, run_dir: str, progress: Progress, ranks: 
     """Loads the model, makes the pool and warms up. Compute thread. Raises ModelError, ConfigError, or
     WorkerLost when another rank of the worker ends meanwhile."""
     sys.setswitchinterval(GIL_SWITCH_S)
+    config = settled(config, progress)
     if config.tp == 1:
         return _build(config, run_dir, progress, None)
     replica = Replica.launch(config, run_dir, ranks.launch, ranks.on_lost)
@@ -100,11 +102,10 @@ def _build(config: WorkerConfig, run_dir: str, progress: Progress, replica: Repl
     tls = config.tls_source()
     if tls is not None:
         tls.check_serves(config.host)
-    progress("loading the model")
     # Ranks compute with exact weights: all of them, whatever their role, from the same form of a model.
     role = config.role if config.tp == 1 else Role.AGGREGATED
     model = load_model(config.model, config.dtype, keep_quantised=config.weights != EXACT, role=role)
-    progress("building the model")
+    progress(f"building the model, {config.weights}")
     runner, pool = _runner(config, model) if replica is None else replica.start(model, secrets.randbits(64))
     limits = _limits(model, runner.homes.pages_each * config.page_size)
     model = model.without_weights()  # the runner has packed copies of its own
@@ -136,7 +137,7 @@ def _runner(config: WorkerConfig, model: LoadedModel) -> tuple[ModelRunner, KVPo
         raise ConfigError("kv_memory: too small for two KV pages of this model; give more memory")
     pool = KVPool.create(layout, num_pages, secrets.randbits(64))
     pool.prefault()  # else the first use of each page pays for it, within somebody's TTFT
-    return ModelRunner(model, pool, deterministic=config.deterministic, weights=config.weights), pool
+    return ModelRunner(model, pool, deterministic=config.deterministic, weights=config.weights or EXACT), pool
 
 
 def _limits(model: LoadedModel, pool_rows: int) -> ModelLimits:
@@ -174,7 +175,7 @@ def _context(
         max_gap_s=max(config.lease_s, LEAST_GAP_S),
         num_ranks=1 if config.attention_rows else config.tp,  # its pages are whole, each on one rank
         layout=_layout(config, model),
-        kv_mixing=config.kv_mixing,
+        kv_mixing=config.mixing,
     )
 
 

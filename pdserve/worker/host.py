@@ -135,6 +135,7 @@ class WorkerHost:
         """What the process really runs with, for those who check: pid, nice, thread and OpenMP settings."""
         return {
             "pid": os.getpid(),
+            "weights": self._engine.config.weights if self._engine else "",
             "nice": os.nice(0),
             "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
             "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),

@@ -63,11 +63,8 @@ def test_numerics_name_the_form(fleet: dx.Direct) -> None:
 
 
 class TestSettings:
-    def test_unlike_roles_need_relaxed_mixing(self) -> None:
-        unlike = ServeConfig(prefill_weights="w8a8", decode_weights="w4a8")
-        with pytest.raises(ConfigError, match="kv_mixing"):
-            unlike.resolved()
-        config = replace(unlike, kv_mixing="relaxed").resolved()
+    def test_each_role_gets_its_form(self) -> None:
+        config = ServeConfig(prefill_weights="w8a8", decode_weights="w4a8").resolved()
         made = {role: config.worker(role, secret="", routers=(), run_dir="") for role in WEIGHTS}
         assert {role: worker.weights for role, worker in made.items()} == WEIGHTS
 

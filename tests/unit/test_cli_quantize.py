@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
+from pdserve.cli import quantize
 from pdserve.cli.quantize import Wish, run, wish_of
 from pdserve.errors import ConfigError
 from pdserve.models.loader import load_model
@@ -71,3 +73,10 @@ def test_a_text_with_too_little_in_it_leaves_nothing_behind(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="too little"):
         run(str(source), tmp_path / "out", wish(tmp_path / "text.txt"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "text.txt"]
+
+
+def test_a_stop_signal_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "load_model", lambda *_: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(KeyboardInterrupt):
+        run("model", tmp_path / "out", wish(tmp_path / "text.txt"))
+    assert not list(tmp_path.iterdir())

@@ -83,6 +83,7 @@ def test_a_weight_is_code_times_scale_plus_shift(kind: str, group_size: int) -> 
         {"scale_NG": torch.ones(6, 2)},
         {"scale_NG": torch.ones(6, 1, dtype=torch.float64)},
         {"scale_NG": torch.full((6, 1), math.nan)},
+        {"scale_NG": torch.full((6, 1), 1e38)},
         {"zero_NG": torch.zeros(6, 2, dtype=torch.int8)},
         {"zero_NG": torch.zeros(6, 1)},
         {"group_size": 32},
