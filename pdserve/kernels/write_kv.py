@@ -53,6 +53,7 @@ def quantise_rows(x_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x_TKD = x_TKD.float()
     top_TK = x_TKD.abs().amax(dim=-1) + (x_TKD * 0).sum(dim=-1)
     none_TK = top_TK < 2.0**-100
-    inverse_TK = torch.where(none_TK, 0, 127 / top_TK)
+    # Not `127 / top`: torch makes that a product with the reciprocal, which rounds twice.
+    inverse_TK = torch.where(none_TK, 0, torch.full_like(top_TK, 127) / top_TK)
     codes_TKD = torch.nan_to_num((x_TKD * inverse_TK[..., None]).round(), 0, 0, 0)
     return codes_TKD, torch.where(none_TK, 0, top_TK / 127)

@@ -1,24 +1,13 @@
-// Varlen attention over pages. A work item is (sequence, tile of its rows, KV head); rows are the tile's tokens
-// times the query heads of the KV head. Keys come in spans of kSpan positions at absolute multiples of kSpan:
-// scores of a span, softmax against the running maximum, then p v. Every reduction follows positions alone, so a
-// row's result does not depend on its tile, batch, chunk, page size or thread.
-#include <atomic>
+// Varlen attention over pages of floats (bytes: attention8.cpp). Keys come in spans of kSpan positions at absolute
+// multiples of kSpan: scores of a span, softmax against the running maximum, then p v. Every reduction follows
+// positions alone, so a row's result does not depend on its tile, batch, chunk, page size or thread.
 #include <utility>
-#include <vector>
 
-#include "parallel.h"
-#include "tile.h"
+#include "paged.h"
 
 namespace {
 
-constexpr int kBlock = 16;                // positions that share one base pointer; divides every page size
-constexpr int kSpan = 256;                // positions between two looks at the running maximum
-constexpr int kBlocks = kSpan / kBlock;
-constexpr int kTileRows = 64;             // rows of an item, unless the group alone is larger
 constexpr int64_t kWorth = 1 << 18;
-constexpr float kLowest = -1e30f;         // "no maximum yet": finite, so that differences stay numbers
-
-constexpr int kFewRows = 5;               // up to so many rows, tiles are wider to have enough chains
 constexpr long kQRow = 256 + 16;          // words from a q row to the next, for the largest head dim
 
 #ifdef PDS_AVX512
@@ -28,26 +17,10 @@ constexpr int vectors_for(int rows) { return rows <= kFewRows ? 4 : 2; }  // vec
 template <class T> constexpr int kMaxRows = kWidens<T> ? 4 : 6;
 constexpr int vectors_for(int) { return 2; }
 #endif
-constexpr int kBlockVectors = kBlock / VW;  // vectors of scores in a block
-constexpr int kMaxGroup = 4;                // blocks side by side in a tile, at most
 // Where q is widened anyway, the scale goes into it.
 template <class T> constexpr bool kScaledQ = std::is_same_v<Left<T>, float>;
 // Words of a row of softmax weights from one row to the next.
 template <class T> constexpr long kWeightRow = kSpan / kElemsPerWord<T>;
-
-struct Call {
-    const void* q;
-    void* out;
-    const KVDesc& kv;
-    const AttentionDesc& meta;
-    int64_t layer, num_heads;
-    float scale;  // includes log2(e): weights are powers of two
-    int64_t window;
-};
-
-struct Item {
-    int32_t seq, first_token, num_tokens;
-};
 
 // What an item works on: its q rows, one row block's scores and weights, the softmax's state.
 template <class T> struct Work {
@@ -82,26 +55,6 @@ template <class T> struct Work {
     int start(int block) const { return block * base + std::min(block, extra); }
     int size(int block) const { return base + (block < extra); }
 };
-
-// One span of keys of one head: bases of its blocks, and which of its positions count.
-struct Span {
-    int64_t origin;            // absolute position of block 0
-    int from, to;              // blocks [from, to) hold positions that the row block sees
-    int first, last;           // ... that any row of the item sees
-    int end;                   // positions at or beyond are outside the item's context
-    const u32* k[kBlocks + kMaxGroup];  // the last block's base repeats
-    const u32* v[kBlocks];
-};
-
-// Few rows wait for memory: calls up the group's V, and K of the group after it.
-PDS_INLINE void call_up(const Span& span, int block, int group, long k_step, long steps, long v_words) {
-    for (int b = block; b < block + group && b < span.last; b++) {
-        const u32* next = span.k[std::min(b + group, span.last)];
-        for (long s = 0; s < steps; s++) _mm_prefetch(reinterpret_cast<const char*>(next + s * k_step), _MM_HINT_T0);
-        for (long at = 0; at < v_words; at += 16)
-            _mm_prefetch(reinterpret_cast<const char*>(span.v[b] + at), _MM_HINT_T0);
-    }
-}
 
 template <class T, int MR> void score_rows(const u32* q, long steps, const Span& span, long k_step, float* scores) {
     constexpr int COLS = vectors_for(MR), GROUP = COLS / kBlockVectors;
@@ -201,10 +154,7 @@ void soften(const Work<T>& w, int row, int place, const Span& span, int low, int
 }
 
 template <class T> void gather_q(const Work<T>& w, const Call& call, const Item& item, int64_t kv_head) {
-    const int64_t group = call.num_heads / call.kv.num_kv_heads;
-    const int64_t row0 = call.meta.query_starts[item.seq] + item.first_token;
-    const int64_t query_len = call.meta.query_starts[item.seq + 1] - call.meta.query_starts[item.seq];
-    const int64_t position0 = call.meta.context_lens[item.seq] - query_len + item.first_token;
+    const int64_t group = call.group(), row0 = item.first_row(call), position0 = item.first_position(call);
     for (int row = 0; row < w.rows; row++) {
         const int64_t head = (row0 + row / group) * call.num_heads + kv_head * group + row % group;
         load_words(w.q + row * kQRow, static_cast<const T*>(call.q) + head * w.dim, w.dim);
@@ -218,8 +168,7 @@ template <class T> void gather_q(const Work<T>& w, const Call& call, const Item&
 }
 
 template <class T> void store_out(const Work<T>& w, const Call& call, const Item& item, int64_t kv_head) {
-    const int64_t group = call.num_heads / call.kv.num_kv_heads;
-    const int64_t row0 = call.meta.query_starts[item.seq] + item.first_token;
+    const int64_t group = call.group(), row0 = item.first_row(call);
     for (int row = 0; row < w.rows; row++) {
         T* to = static_cast<T*>(call.out) +
                 ((row0 + row / group) * call.num_heads + kv_head * group + row % group) * w.dim;
@@ -231,25 +180,16 @@ template <class T> void store_out(const Work<T>& w, const Call& call, const Item
     }
 }
 
-// Bases of the span's blocks from the block table; false for a page outside the pool.
+// The span's bases, and the pair that ends inside the context; false for a page outside the pool.
 template <class T>
-bool find_span(Span& span, const Work<T>& w, const Call& call, int32_t seq, int64_t kv_head, int64_t low, int64_t high) {
-    const KVDesc& kv = call.kv;
-    const int32_t* table = call.meta.block_tables + seq * call.meta.max_pages;
-    span.first = static_cast<int>(std::max<int64_t>(low - span.origin, 0) / kBlock);
-    span.end = static_cast<int>(std::min<int64_t>(high - span.origin, kSpan));
-    span.last = (span.end + kBlock - 1) / kBlock;
-    for (int block = span.first; block < span.last; block++) {
-        const int64_t position = span.origin + block * kBlock;
-        const int64_t index = position / kv.page_size, row = position % kv.page_size;
-        if (index >= call.meta.max_pages || table[index] < 0 || table[index] >= kv.num_pages) return false;
-        const T* part = static_cast<const T*>(kv.storage) + table[index] * kv.page_stride +
-                        call.layer * 2 * kv.part() + kv_head * kv.head_dim * kv.page_size;
-        // A block's row offset: S runs fastest in K (in pairs for bfloat16), slowest in V.
-        span.k[block] = reinterpret_cast<const u32*>(part) + row;
-        span.v[block] = reinterpret_cast<const u32*>(part + kv.part() + row * kv.head_dim);
-    }
-    for (int i = 0; i < kMaxGroup; i++) span.k[span.last + i] = span.k[span.last - 1];
+bool find(Span& span, const Work<T>& w, const Call& call, int32_t seq, int64_t kv_head, int64_t low, int64_t high) {
+    const int64_t head = kv_head * w.dim * call.kv.page_size;
+    // A block's row offset: S runs fastest in K (in pairs for bfloat16), slowest in V.
+    const auto found = [&](int block, const char* k, const char* v, int64_t row) {
+        span.k[block] = reinterpret_cast<const u32*>(reinterpret_cast<const T*>(k) + head) + row;
+        span.v[block] = reinterpret_cast<const u32*>(reinterpret_cast<const T*>(v) + head + row * w.dim);
+    };
+    if (!find_span(span, call, seq, low, high, sizeof(T), found)) return false;
     if (sizeof(T) == 2 && span.end % 2 == 1) {
         const u32* pair = span.v[span.last - 1] + (span.end % kBlock) / 2 * w.dim;
         for (int d = 0; d < w.dim; d++) w.last_pair[d] = pair[d] & 0xffffu;
@@ -257,26 +197,16 @@ bool find_span(Span& span, const Work<T>& w, const Call& call, int32_t seq, int6
     return true;
 }
 
-// Sets the blocks that rows at positions [from, to] see; false if there are none.
-bool narrow(Span& span, int64_t from, int64_t to, int64_t window) {
-    const int64_t low = window > 0 ? std::max<int64_t>(from - window + 1 - span.origin, 0) : 0;
-    const int64_t high = std::min<int64_t>(to + 1 - span.origin, kSpan);
-    span.from = std::max(span.first, static_cast<int>(std::min<int64_t>(low, kSpan) / kBlock));
-    span.to = static_cast<int>((high + kBlock - 1) / kBlock);
-    return span.from < span.to;
-}
-
 template <class T> bool attend(const Call& call, const Item& item, int64_t kv_head) {
     static thread_local Scratch scratch;
-    const int64_t group = call.num_heads / call.kv.num_kv_heads;
-    const Work<T> w(scratch, static_cast<int>(item.num_tokens * group), static_cast<int>(call.kv.head_dim));
+    const Work<T> w(scratch, static_cast<int>(item.num_tokens * call.group()), static_cast<int>(call.kv.head_dim));
     gather_q(w, call, item, kv_head);
     const int64_t high = w.position[w.rows - 1] + 1;
     const int64_t low = call.window > 0 ? std::max<int64_t>(w.position[0] - call.window + 1, 0) : 0;
     const long steps = w.dim / kElemsPerStep<T>;
     Span span;
     for (span.origin = low / kSpan * kSpan; span.origin < high; span.origin += kSpan) {
-        if (!find_span(span, w, call, item.seq, kv_head, low, high)) return false;
+        if (!find(span, w, call, item.seq, kv_head, low, high)) return false;
         for (int block = 0; block < w.num_blocks; block++) {
             const int row = w.start(block), end = row + w.size(block);
             if (!narrow(span, w.position[row], w.position[end - 1], call.window)) continue;
@@ -294,34 +224,8 @@ template <class T> bool attend(const Call& call, const Item& item, int64_t kv_he
     return true;
 }
 
-// Items with the longest contexts first, so that no thread is left with one at the end.
-int64_t list_items(std::vector<Item>& items, const AttentionDesc& meta, int64_t tokens_at_once) {
-    int64_t work = 0;
-    items.clear();
-    for (int64_t seq = meta.num_seqs - 1; seq >= 0; seq--) {
-        const int32_t query_len = meta.query_starts[seq + 1] - meta.query_starts[seq];
-        work += static_cast<int64_t>(query_len) * meta.context_lens[seq];
-        for (int32_t end = query_len; end > 0;) {
-            const int32_t start = static_cast<int32_t>((end - 1) / tokens_at_once * tokens_at_once);
-            items.push_back({static_cast<int32_t>(seq), start, end - start});
-            end = start;
-        }
-    }
-    return work;
-}
-
 template <class T> int attention(const Call& call) {
-    static thread_local std::vector<Item> items;
-    const int64_t kv_heads = call.kv.num_kv_heads;
-    const int64_t group = call.num_heads / kv_heads;
-    const int64_t work = list_items(items, call.meta, std::max<int64_t>(kTileRows / group, 1));
-    const std::vector<Item>& listed = items;  // the caller's, in all threads
-    const int threads = threads_for(work * call.num_heads * call.kv.head_dim, kWorth);
-    std::atomic<bool> good{true};
-    parallel_for(static_cast<int64_t>(listed.size()) * kv_heads, threads, [&](int64_t i) {
-        if (!attend<T>(call, listed[i / kv_heads], i % kv_heads)) good.store(false, std::memory_order_relaxed);
-    });
-    return good.load() ? kOk : kOutOfPool;
+    return for_items(call, kWorth, [&](const Item& item, int64_t head) { return attend<T>(call, item, head); });
 }
 
 }  // namespace
@@ -329,5 +233,6 @@ template <class T> int attention(const Call& call) {
 PDS_EXPORT int pds_paged_attention(void* out, const void* q, const KVDesc* kv, int64_t layer, const AttentionDesc* meta,
                                    int64_t num_heads, float scale, int64_t window, int dtype) {
     const Call call{q, out, *kv, *meta, layer, num_heads, scale * 1.44269504f, window};
+    if (kv->kind == kInt8Pages) return attention8(call, dtype);
     return dtype == kFloat32 ? attention<float>(call) : attention<bf16>(call);
 }
