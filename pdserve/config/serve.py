@@ -13,13 +13,17 @@ from pdserve.config.precision import EXACT, FAST, KV_MIXING, PRECISIONS, STRICT,
 from pdserve.config.tls import tls_files
 from pdserve.config.worker import (
     DTYPES,
+    INT8,
+    KV_DTYPES,
     MAX_TP,
+    NO_INT8_RANKS,
     NO_NIXL,
     NO_QUANTISED_RANKS,
     RANK_ATTENTION,
     RANK_EXCHANGES,
     TRANSPORTS,
     WorkerConfig,
+    page_dtype,
 )
 from pdserve.errors import ConfigError
 from pdserve.types import Role
@@ -82,7 +86,8 @@ class ServeConfig:
         "rows: each computes sequences of its own and holds their pages alone.",
         choices=RANK_ATTENTION,
     )
-    dtype: str = setting("bfloat16", help="Number type of weights, activations and KV pages.", choices=DTYPES)
+    dtype: str = setting("bfloat16", help="Number type of weights and activations.", choices=DTYPES)
+    kv_dtype: str | None = setting(None, help="Number type of KV pages. Auto: dtype.", choices=KV_DTYPES)
     precision: str = setting(
         EXACT,
         help="exact: the model's own numbers; fast: 8 or 4 bits where they suit role, CPU and model.",
@@ -224,6 +229,7 @@ class ServeConfig:
         for role in self.wanted():
             if self.ranks(role) > 1 and self._weights(role) not in (None, EXACT):
                 raise ConfigError(f"{role}_weights: {NO_QUANTISED_RANKS}")
+        self._check_pages()
         if self.prefill and self.prefill_weights != self.decode_weights and self.kv_mixing == STRICT:
             raise ConfigError(
                 "kv_mixing: prefill and decode workers with different weights compute different pages; "
@@ -233,6 +239,17 @@ class ServeConfig:
             raise ConfigError(
                 "host: an address beyond loopback needs TLS: give --tls-ca, --tls-cert and --tls-key, "
                 "or --insecure if everyone who can reach it may use it"
+            )
+
+    def _check_pages(self) -> None:
+        if page_dtype(self.kv_dtype, self.dtype) != INT8:
+            return
+        if any(self.ranks(role) > 1 for role in self.wanted()):
+            raise ConfigError(f"kv_dtype: {NO_INT8_RANKS}")
+        if self.prefill and self._page_size(Role.PREFILL) != self._page_size(Role.DECODE):
+            raise ConfigError(
+                "kv_dtype: pages in int8 are taken as they are; give prefill and decode one page size, "
+                "or pages of the model's type"
             )
 
     def wanted(self) -> dict[Role, int]:
@@ -289,6 +306,7 @@ class ServeConfig:
             fleet_secret=secret,
             dtype=self.dtype,
             precision=self.precision,
+            kv_dtype=self.kv_dtype,
             weights=self._weights(role),
             deterministic=self.deterministic,
             page_size=self._page_size(role),

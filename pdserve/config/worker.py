@@ -14,11 +14,24 @@ from pdserve.types import Role
 
 DTYPES = ("float32", "bfloat16")
 TRANSPORTS = ("shm", "tcp", "nixl")
+INT8 = "int8"
+KV_DTYPES = DTYPES
 RANK_ATTENTION = ("divided", "repeated", "rows")
 RANK_EXCHANGES = ("shm", "gloo")
 MAX_TP = 64
 NO_QUANTISED_RANKS = "workers of several ranks compute with exact weights; use exact, or one rank"
+NO_INT8_RANKS = "workers of several ranks have pages of the model's type; use auto, or one rank"
 NO_NIXL = "nixl moves pages of workers with one rank only; use shm or tcp"
+
+
+def page_dtype(kv_dtype: str | None, dtype: str) -> str:
+    """The number type of KV pages for a setting and the model's number type, which None stands for.
+    Raises ConfigError for pages that kernels of that type can not use."""
+    if kv_dtype not in (None, dtype, INT8):
+        raise ConfigError(
+            f"kv_dtype: a model in {dtype} can not use pages in {kv_dtype}; use auto or {INT8}, or give dtype"
+        )
+    return kv_dtype or dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +44,8 @@ class WorkerConfig:
     fleet_secret: str = setting(
         "", help="Hex of the 32 random bytes all processes of a fleet share.", secret=True
     )
-    dtype: str = setting("bfloat16", help="Number type of weights, activations and KV pages.", choices=DTYPES)
+    dtype: str = setting("bfloat16", help="Number type of weights and activations.", choices=DTYPES)
+    kv_dtype: str | None = setting(None, help="Number type of KV pages. Auto: dtype.", choices=KV_DTYPES)
     precision: str = setting(
         EXACT, help="exact: the model's own numbers; fast: what suits role and hardware.", choices=PRECISIONS
     )
@@ -137,8 +151,15 @@ class WorkerConfig:
             raise ConfigError("rank_attention: repeated is for aggregated workers that exchange over shm")
         if self.tp > 1 and self.weights not in (None, EXACT):
             raise ConfigError(f"weights: {NO_QUANTISED_RANKS}")
+        if self.tp > 1 and self.page_dtype == INT8:
+            raise ConfigError(f"kv_dtype: {NO_INT8_RANKS}")
         if not self.transports:
             raise ConfigError("transports: name at least one")
+
+    @property
+    def page_dtype(self) -> str:
+        """The number type of this worker's KV pages. Raises ConfigError."""
+        return page_dtype(self.kv_dtype, self.dtype)
 
     @property
     def mixing(self) -> str:

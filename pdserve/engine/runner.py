@@ -25,7 +25,7 @@ from pdserve.kernels.best import best_tokens
 from pdserve.kernels.kv_view import KVView, inner_layout
 from pdserve.kernels.stack import PhaseSeconds
 from pdserve.kvcache.homes import Homes
-from pdserve.kvcache.layout import PageLayout
+from pdserve.kvcache.layout import INT8, PageLayout
 from pdserve.kvcache.pool import KVPool
 from pdserve.layers.moe import ExpertLoad
 from pdserve.models.build import build_decoder
@@ -48,7 +48,12 @@ _BROKE = "its computation failed"
 
 
 def page_layout(config: ModelConfig, *, page_size: int, dtype: str) -> PageLayout:
-    """The layout of the pages that a model's runner works on. page_size: rows. Raises ConfigError."""
+    """The layout of the pages that a model's runner works on. page_size: rows. dtype: the model's, or "int8".
+    Raises ConfigError for pages that no kernel has."""
+    if dtype == INT8 and config.latent is not None:
+        raise ConfigError(
+            "kv_dtype: pages of latent rows (MLA) are of the model's type and small as they are; use auto"
+        )
     return PageLayout(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -133,14 +138,18 @@ class ModelRunner:
             raise ConfigError(f"device {device!r} is not supported; use cpu")
         whole = group is None or attention != "divided"
         own = rank_config(model.config, group, whole)
-        wanted = page_layout(own, page_size=pool.layout.page_size, dtype=model.dtype)
-        if pool.layout != wanted:
+        pages = pool.layout.dtype
+        wanted = page_layout(own, page_size=pool.layout.page_size, dtype=pages)
+        if pool.layout != wanted or pages not in (model.dtype, INT8):
             raise ConfigError("the page pool was made for another model, dtype or kernel")
+        if group is not None and pages == INT8:
+            raise ConfigError("kv_dtype: several ranks have pages of the model's type; use auto, or one rank")
         apply_thread_count(threads)
         self.config = model.config
         ranks, exchange = (1, "") if group is None or whole else (group.size, group.kind)
         self.numerics_id = numerics_id(
             dtype=model.dtype,
+            pages=pages,
             deterministic=deterministic,
             ranks=ranks,
             exchange=exchange,

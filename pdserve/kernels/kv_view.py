@@ -114,6 +114,10 @@ class KVView:
         object.__setattr__(self, "_keep", view)
         object.__setattr__(self, "native", ctypes.addressof(view))
 
+    def takes(self, rows: torch.dtype) -> bool:
+        """Whether kernels that compute in this dtype write and read such pages: in int8, every one's."""
+        return self.dtype == "int8" or rows is self.storage.dtype
+
     @property
     def part_elems(self) -> int:
         """Elements of storage of one layer's K (or V) in a page; for int8, bytes with the scales."""

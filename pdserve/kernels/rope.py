@@ -49,7 +49,7 @@ def rope_and_write_kv(
     q_norm_D, k_norm_D: weights of the RMS norms over each head before rope (Qwen3), or None. Otherwise as
     `apply_rope` and `write_kv`, which see.
     """
-    assert qkv_TF.dtype is kv.storage.dtype
+    assert kv.takes(qkv_TF.dtype)
     assert slots_T.dtype is torch.int32
     assert cos_TD.dtype is torch.float32
     qkv_TF = qkv_TF.contiguous()

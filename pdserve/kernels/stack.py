@@ -163,7 +163,8 @@ class Stack:
         cos_TD, sin_TD: float32. rows_R: int64, ascending. Raises InternalError for a page outside the pool.
         """
         assert residual_TE.is_contiguous()
-        assert residual_TE.dtype is kv.storage.dtype is self.first_norm_E.dtype
+        assert residual_TE.dtype is self.first_norm_E.dtype
+        assert kv.takes(residual_TE.dtype)
         logits_RV = torch.empty(rows_R.numel(), self.head.num_out)
         step = _Step(
             kv.native, meta.native, cos_TD.data_ptr(), sin_TD.data_ptr(), meta.slots_T.data_ptr(),

@@ -16,7 +16,8 @@ def write_kv(k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: KVView, layer: int, s
 
     Slots must differ from each other. Raises InternalError for a slot outside the pool.
     """
-    assert k_TKD.dtype is kv.storage.dtype
+    assert kv.takes(k_TKD.dtype)
+    assert k_TKD.dtype is v_TKD.dtype
     assert slots_T.dtype is torch.int32
     k_TKD, v_TKD = k_TKD.contiguous(), v_TKD.contiguous()
     status = library().pds_write_kv(
@@ -56,4 +57,5 @@ def quantise_rows(x_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # Not `127 / top`: torch makes that a product with the reciprocal, which rounds twice.
     inverse_TK = torch.where(none_TK, 0, torch.full_like(top_TK, 127) / top_TK)
     codes_TKD = torch.nan_to_num((x_TKD * inverse_TK[..., None]).round(), 0, 0, 0)
-    return codes_TKD, torch.where(none_TK, 0, top_TK / 127)
+    scale_TK = torch.where(none_TK, 0, top_TK / 127)
+    return codes_TKD, torch.where(scale_TK.isnan(), torch.nan, scale_TK)  # always the same NaN

@@ -13,6 +13,11 @@ from dataclasses import dataclass
 PAGE_ALIGN_BYTES = 4096
 _RANK_STEP = 0x9E3779B97F4A7C15  # odd, so that ids of one replica differ
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of an element where a part is nothing but elements."""
+INT8 = "int8"
+"""Pages of codes of one byte, with a float32 scale for each row and head at the end of a part."""
+_SCALE_BYTES = 4
+PAGE_DTYPES = (*DTYPE_BYTES, INT8)
 
 
 def pages_for(rows: int, page_size: int) -> int:
@@ -36,7 +41,7 @@ def rank_pool_id(pool_id: int, rank: int) -> int:
 class PageLayout:
     """Shape of every page of a pool.
 
-    page_size: rows (tokens) per page. dtype: "float32" or "bfloat16". inner: name of the order inside a part.
+    page_size: rows (tokens) per page. dtype: one of PAGE_DTYPES. inner: name of the order inside a part.
     Raises ValueError for a size below 1 or an unknown dtype.
     """
 
@@ -51,13 +56,13 @@ class PageLayout:
         for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
-        if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}")
+        if self.dtype not in PAGE_DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(PAGE_DTYPES)}")
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of one element."""
-        return DTYPE_BYTES[self.dtype]
+        """Bytes of one element (of int8: of a code)."""
+        return 1 if self.dtype == INT8 else DTYPE_BYTES[self.dtype]
 
     @property
     def part_elems(self) -> int:
@@ -70,9 +75,15 @@ class PageLayout:
         return self.num_layers * 2 * self.part_elems
 
     @property
+    def part_bytes(self) -> int:
+        """Bytes of one layer's K or V in a page, scales included."""
+        scales = self.num_kv_heads * self.page_size * _SCALE_BYTES if self.dtype == INT8 else 0
+        return self.part_elems * self.dtype_bytes + scales
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a page's payload."""
-        return self.page_elems * self.dtype_bytes
+        return self.num_layers * 2 * self.part_bytes
 
     @property
     def stride_bytes(self) -> int:

@@ -26,7 +26,7 @@ from pdserve.errors import Incompatible, InternalError
 from pdserve.kvcache.layout import PAGE_ALIGN_BYTES, PageLayout
 from pdserve.kvcache.poolheader import GENERATIONS_AT, PoolHeader
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.uint8}
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; not named by Python 3.11
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not named by Python 3.11
 
@@ -87,7 +87,7 @@ class _Mapping:
 class KVPool(_Mapping):
     """The owner's side of a pool; only its process writes it.
 
-    storage: 1-D tensor [num_pages * page_stride] of the layout's dtype over the page area.
+    storage: 1-D tensor [num_pages * page_stride] of the layout's dtype (int8: of bytes) over the page area.
     page_stride: elements from one page to the next.
     fd: the descriptor to pass to a co-located peer, who can map it for reading only.
     """
@@ -153,7 +153,7 @@ class KVPool(_Mapping):
     def zero(self, page: int) -> None:
         """Zeroes a page's payload."""
         start = self._checked(page) * self.page_stride
-        self.storage[start : start + self.layout.page_elems].zero_()
+        self.storage[start : start + self.page_bytes // self.layout.dtype_bytes].zero_()
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies a page's payload within the pool (copy-on-write)."""

@@ -16,7 +16,7 @@ from kvtransfer.session.guard import RoleContext
 from pdserve.config.worker import WorkerConfig
 from pdserve.engine.runner import ModelRunner, page_layout
 from pdserve.errors import ConfigError, Incompatible
-from pdserve.kvcache.layout import pages_for
+from pdserve.kvcache.layout import INT8, pages_for
 from pdserve.kvcache.manager import PageManager
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.loaded import LoadedModel
@@ -131,7 +131,7 @@ def _build(config: WorkerConfig, run_dir: str, progress: Progress, replica: Repl
 
 def _runner(config: WorkerConfig, model: LoadedModel) -> tuple[ModelRunner, KVPool]:
     """The runner of a worker without other ranks, and its pool."""
-    layout = page_layout(model.config, page_size=config.page_size, dtype=config.dtype)
+    layout = page_layout(model.config, page_size=config.page_size, dtype=config.page_dtype)
     num_pages = config.num_pages or config.kv_memory_bytes // layout.stride_bytes
     if num_pages < 2:
         raise ConfigError("kv_memory: too small for two KV pages of this model; give more memory")
@@ -181,9 +181,9 @@ def _context(
 
 def _layout(config: WorkerConfig, model: LoadedModel) -> str:
     """How our pages are cut over our ranks, as text; empty for pages that can only be taken as they are."""
-    if config.attention_repeated:
+    if config.attention_repeated or config.page_dtype == INT8:  # scales lie beside the elements
         return ""
-    whole = page_layout(model.config, page_size=config.page_size, dtype=config.dtype)
+    whole = page_layout(model.config, page_size=config.page_size, dtype=config.page_dtype)
     heads = [shard.kv_heads for shard in shards(model.config, 1 if config.attention_rows else config.tp)]
     try:
         return layout_text(ReplicaLayout.of(whole, heads))

@@ -17,6 +17,23 @@ def test_a_page_of_smollm2_takes_what_the_design_says() -> None:
     assert SMOL.stride_bytes == SMOL.page_bytes
 
 
+def test_a_page_of_bytes_has_a_scale_for_each_token_and_head() -> None:
+    pages = dataclasses.replace(SMOL, dtype="int8")
+    assert pages.part_bytes == 3 * 16 * (64 + 4)
+    assert pages.page_bytes == 30 * 2 * pages.part_bytes == SMOL.page_bytes * 68 // 128
+    assert pages.stride_bytes == 192 * 1024
+    pool = KVPool.create(pages, 3, 1)
+    try:
+        assert len(pool.page_view(2)) == pages.page_bytes
+        pool.storage.fill_(7)
+        pool.copy_page(1, 2)
+        pool.zero(1)
+        assert set(pool.page_view(1)) == {0}
+        assert set(pool.page_view(2)) == set(pool.page_view(0)) == {7}
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("page_size", [1, 16, 32])
 @pytest.mark.parametrize("num_layers", [1, 5])
@@ -70,7 +87,7 @@ def test_every_field_is_in_the_fingerprint(change: dict[str, object]) -> None:
     assert dataclasses.replace(SMOL).fingerprint() == SMOL.fingerprint()
 
 
-@pytest.mark.parametrize("change", [{"num_layers": 0}, {"page_size": -1}, {"dtype": "int8"}])
+@pytest.mark.parametrize("change", [{"num_layers": 0}, {"page_size": -1}, {"dtype": "int4"}])
 def test_sizes_that_make_no_page_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
         dataclasses.replace(SMOL, **change)  # type: ignore[arg-type]

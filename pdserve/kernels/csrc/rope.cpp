@@ -1,6 +1,8 @@
 // Rotary embedding, the head norms before it and the write of K and V into pages after it.
+#include <limits>
+
+#include "dot.h"
 #include "parallel.h"
-#include "simd.h"
 
 namespace {
 
@@ -60,10 +62,13 @@ struct Row {
     int64_t k, v, row;
 };
 
+// Pages of the rows' own dtype.
 template <class T> struct Pages {
     T* storage;
     const KVDesc& kv;
     int64_t layer;
+
+    Pages(const KVDesc& desc, int64_t of) : storage(static_cast<T*>(desc.storage)), kv(desc), layer(of) {}
 
     Row at(int64_t slot) const {
         const int64_t base = slot / kv.page_size * kv.page_stride + layer * 2 * kv.part();
@@ -92,6 +97,59 @@ template <class T> struct Pages {
     }
 };
 
+// Pages of int8: K [K, D/4, S, 4] of codes + 128, V [K, S/4, D, 4] of codes, each followed by float32 scales [K, S].
+// A row of a head has a scale of its own, so that its bits depend on nothing but itself. Keys are rounded to T first.
+template <class T> struct Pages8 {
+    uint8_t* storage;
+    const KVDesc& kv;
+    int64_t layer;
+
+    Pages8(const KVDesc& desc, int64_t of) : storage(static_cast<uint8_t*>(desc.storage)), kv(desc), layer(of) {}
+
+    Row at(int64_t slot) const {
+        const int64_t base = slot / kv.page_size * kv.page_stride + layer * 2 * kv.part();
+        return {base, base + kv.part(), slot % kv.page_size};
+    }
+
+    PDS_INLINE void put_k(const Row& to, int64_t head, const Head& k, T) const {
+        alignas(64) T rounded_k[kMaxHeadDim];
+        k.store(rounded_k);
+        alignas(64) int8_t codes[kMaxHeadDim + VW];
+        put_scale(to.k, to.row, head, quantised(codes, rounded_k));
+        uint8_t* column = storage + to.k + head * kv.head_dim * kv.page_size + to.row * 4;
+        for (int d = 0; d < k.dim; d += 4) {
+            u32 four;
+            std::memcpy(&four, codes + d, sizeof four);
+            four ^= 0x80808080u;
+            std::memcpy(column + d * kv.page_size, &four, sizeof four);
+        }
+    }
+
+    PDS_INLINE void put_v(const Row& to, int64_t head, const T* v) const {
+        alignas(64) int8_t codes[kMaxHeadDim + VW];
+        put_scale(to.v, to.row, head, quantised(codes, v));
+        uint8_t* quad = storage + to.v + (head * kv.page_size + to.row - to.row % 4) * kv.head_dim + to.row % 4;
+        for (int64_t d = 0; d < kv.head_dim; d++) quad[d * 4] = static_cast<uint8_t>(codes[d]);
+    }
+
+  private:
+    // Fills in the codes; returns the scale, a NaN where a value is not a finite number.
+    PDS_INLINE float quantised(int8_t* codes, const T* x) const {
+        const Scale scale(top_of(x, 0, kv.head_dim, kv.head_dim));
+        if (std::isnan(scale.scale)) {
+            std::memset(codes, 0, kv.head_dim);
+            return std::numeric_limits<float>::quiet_NaN();  // always the same one
+        }
+        put_codes(codes, x, 0, kv.head_dim, kv.head_dim, scale.inverse);
+        return scale.scale;
+    }
+
+    PDS_INLINE void put_scale(int64_t part, int64_t row, int64_t head, float scale) const {
+        uint8_t* scales = storage + part + kv.codes();
+        std::memcpy(scales + (head * kv.page_size + row) * sizeof scale, &scale, sizeof scale);
+    }
+};
+
 bool inside(const KVDesc& kv, const int32_t* slots, int64_t tokens) {
     const int64_t end = kv.num_pages * kv.page_size;
     for (int64_t t = 0; t < tokens; t++)
@@ -111,10 +169,10 @@ template <class T> void rope_rows(T* x, const float* cos, const float* sin, int6
     });
 }
 
-template <class T>
-int write_rows(const KVDesc& kv, const T* k, const T* v, int64_t layer, const int32_t* slots, int64_t tokens) {
+template <class P, class T>
+int write_rows(const P& pages, const T* k, const T* v, const int32_t* slots, int64_t tokens) {
+    const KVDesc& kv = pages.kv;
     if (!inside(kv, slots, tokens)) return kOutOfPool;
-    const Pages<T> pages{static_cast<T*>(kv.storage), kv, layer};
     const int64_t width = kv.num_kv_heads * kv.head_dim;
     parallel_for_runs(tokens, threads_for(tokens * width, kWorth), [&](int64_t t) {
         Head head;
@@ -129,11 +187,11 @@ int write_rows(const KVDesc& kv, const T* k, const T* v, int64_t layer, const in
     return kOk;
 }
 
-template <class T>
-int rope_write(T* q_out, const T* qkv, const float* cos, const float* sin, const KVDesc& kv, int64_t layer,
-               const int32_t* slots, int64_t tokens, int64_t num_heads, const T* q_norm, const T* k_norm, float eps) {
+template <class P, class T>
+int rope_write(const P& pages, T* q_out, const T* qkv, const float* cos, const float* sin, const int32_t* slots,
+               int64_t tokens, int64_t num_heads, const T* q_norm, const T* k_norm, float eps) {
+    const KVDesc& kv = pages.kv;
     if (!inside(kv, slots, tokens)) return kOutOfPool;
-    const Pages<T> pages{static_cast<T*>(kv.storage), kv, layer};
     const int64_t dim = kv.head_dim, width = (num_heads + 2 * kv.num_kv_heads) * dim;
     parallel_for_runs(tokens, threads_for(tokens * width, kWorth), [&](int64_t t) {
         Head head;
@@ -155,6 +213,16 @@ int rope_write(T* q_out, const T* qkv, const float* cos, const float* sin, const
     return kOk;
 }
 
+// body(pages, T()) for the rows' dtype and the pages' kind.
+template <class Body> int on_pages(const KVDesc& kv, int64_t layer, int dtype, const Body& body) {
+    if (kv.kind == kInt8Pages) {
+        if (dtype == kFloat32) return body(Pages8<float>(kv, layer), float());
+        return body(Pages8<bf16>(kv, layer), bf16());
+    }
+    if (dtype == kFloat32) return body(Pages<float>(kv, layer), float());
+    return body(Pages<bf16>(kv, layer), bf16());
+}
+
 }  // namespace
 
 // In place.
@@ -166,16 +234,18 @@ PDS_EXPORT void pds_apply_rope(void* x, const float* cos, const float* sin, int6
 
 PDS_EXPORT int pds_write_kv(const KVDesc* kv, const void* k, const void* v, int64_t layer, const int32_t* slots,
                             int64_t tokens, int dtype) {
-    if (dtype == kFloat32) return write_rows(*kv, (const float*)k, (const float*)v, layer, slots, tokens);
-    return write_rows(*kv, (const bf16*)k, (const bf16*)v, layer, slots, tokens);
+    return on_pages(*kv, layer, dtype, [&](const auto& pages, auto of) {
+        using T = decltype(of);
+        return write_rows(pages, static_cast<const T*>(k), static_cast<const T*>(v), slots, tokens);
+    });
 }
 
 PDS_EXPORT int pds_rope_and_write_kv(void* q_out, const void* qkv, const float* cos, const float* sin, const KVDesc* kv,
                                      int64_t layer, const int32_t* slots, int64_t tokens, int64_t num_heads,
                                      const void* q_norm, const void* k_norm, float eps, int dtype) {
-    if (dtype == kFloat32)
-        return rope_write((float*)q_out, (const float*)qkv, cos, sin, *kv, layer, slots, tokens, num_heads,
-                          (const float*)q_norm, (const float*)k_norm, eps);
-    return rope_write((bf16*)q_out, (const bf16*)qkv, cos, sin, *kv, layer, slots, tokens, num_heads,
-                      (const bf16*)q_norm, (const bf16*)k_norm, eps);
+    return on_pages(*kv, layer, dtype, [&](const auto& pages, auto of) {
+        using T = decltype(of);
+        return rope_write(pages, static_cast<T*>(q_out), static_cast<const T*>(qkv), cos, sin, slots, tokens, num_heads,
+                          static_cast<const T*>(q_norm), static_cast<const T*>(k_norm), eps);
+    });
 }
