@@ -181,7 +181,7 @@ class ServeConfig:
         "", help="File with the fleet secret in hex; empty: a new one, or PDSERVE_FLEET_SECRET for the parts."
     )
     decode_pace_s: float = setting(
-        0.1,
+        0.05,
         help="Least time between decode steps while a prefill worker on the same machine computes prompts "
         "for the same decode worker; 0: none. More throughput for a longer inter-token latency meanwhile.",
         unit="seconds",

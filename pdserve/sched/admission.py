@@ -1,7 +1,7 @@
 """Who starts, who grows and who has to give pages back, before each step.
 
 Rules, none of which can livelock (protocol.md §5):
-- Waiting sequences start by (priority, arrival); the first that finds no pages blocks those behind it,
+- Waiting sequences start by rank (priority, turn); the first that finds no pages blocks those behind it,
   save those that hold pages already, which wait for nothing else.
 - All pages of a sequence's rows are bound when it starts; decode takes growth pages one at a time.
 - Whoever lacks pages takes them from the youngest sequence that has some, and only from younger ones:
@@ -49,20 +49,23 @@ class Admission:
         self._fresh.clear()
 
     def _admit_waiting(self) -> None:
-        budget = Budget.after(self._config, self._roster.by_rank())
         blocked = False
         for seq in tuple(self._roster.waiting):
             if len(self._roster.running) >= self._config.max_num_seqs:
                 return
-            if not seq.pages and (blocked or not budget.may_start(seq)):
+            if not seq.pages and (blocked or not self._has_rows(seq)):
                 blocked = True
                 if not self._roster.any_waiting_holder:
                     return
                 continue
-            if self._start(seq):
-                budget.share(seq)
-            else:
+            if not self._start(seq):
                 blocked = blocked or not seq.pages
+
+    def _has_rows(self, seq: Seq) -> bool:
+        """Whether the step has room for it: those that decode and those whose turn comes first leave some."""
+        running = self._roster.by_rank()
+        ahead = (other for other in running if other.remaining == 1 or other.rank < seq.rank)
+        return Budget.after(self._config, ahead).may_start(seq)
 
     def _grow_one(self, seq: Seq) -> None:
         (home,) = self._binder.homes(seq)

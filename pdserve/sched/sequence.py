@@ -8,6 +8,10 @@ from pdserve.kvcache.contentkeys import KeyChain
 from pdserve.kvcache.layout import pages_for
 from pdserve.sched.plan import SeqKind, SeqSpec
 
+PATIENCE_S = 0.001
+"""A request's turn comes this long after its arrival for each row it has to compute, about the time that takes
+on a small machine: a chat overtakes a prompt of thousands of tokens, and none that waited long enough."""
+
 
 class Seq:
     """Mutable; only the scheduler's own parts touch it.
@@ -29,6 +33,7 @@ class Seq:
         "replaced",
         "spec",
         "tokens",
+        "turn",
     )
 
     def __init__(self, spec: SeqSpec, order: int) -> None:
@@ -37,6 +42,7 @@ class Seq:
         self.holder = Holder(HolderKind.REQUEST, spec.seq_id)
         self.tokens = list(spec.token_ids)
         self.num_computed = spec.num_computed
+        self.turn = spec.arrival + PATIENCE_S * (len(spec.token_ids) - spec.num_computed)
         self.pages = spec.pages
         self.num_shared = spec.num_shared
         self.chain: KeyChain | None = None
@@ -51,8 +57,8 @@ class Seq:
 
     @property
     def rank(self) -> tuple[int, float, int]:
-        """Order of service: lower first."""
-        return (self.spec.priority, self.spec.arrival, self.order)
+        """Order of service: lower first. It never changes, so nobody is overtaken for ever."""
+        return (self.spec.priority, self.turn, self.order)
 
     @property
     def age(self) -> tuple[float, int]:

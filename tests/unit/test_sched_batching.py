@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pdserve.sched.plan import Preempted, SeqKind, StepPlan
 from pdserve.sched.scheduler import SchedConfig
+from pdserve.sched.sequence import PATIENCE_S
 from tests.unit.sched_sim import Sim
 
 CONFIG = SchedConfig(page_size=4, chunk_tokens=8, token_budget=20, max_num_seqs=8, prefix_caching=False)
@@ -102,6 +103,31 @@ def test_lower_priority_values_go_first() -> None:
     sim.submit("urgent", [2] * 4, priority=-1)
     sim.step()
     assert _rows(sim.plans[0]) == [("urgent", 0, 4)]
+
+
+def test_a_short_prompt_overtakes_a_long_one_that_came_before_it() -> None:
+    sim = _sim(chunk_tokens=8, token_budget=8)
+    sim.submit("long", [1] * 200, arrival=0.0)
+    sim.step()
+    sim.submit("short", [2] * 8, arrival=0.1)
+    sim.step()
+    assert _rows(sim.plans[0]) == [("long", 0, 8)]
+    assert _rows(sim.plans[1]) == [("short", 0, 8)]
+    sim.run()
+    assert set(sim.over) == {"long", "short"}
+
+
+def test_a_long_prompt_is_overtaken_for_a_bounded_time_only() -> None:
+    sim = _sim(chunk_tokens=8, token_budget=8)
+    sim.submit("long", [1] * 200, arrival=0.0)
+    for index in range(40):  # a short prompt for every step, for ever
+        sim.submit(f"short{index}", [2] * 8, arrival=0.02 * index, max_tokens=1)
+        sim.step()
+    served = [rows[0][0] for rows in map(_rows, sim.plans)]
+    patience = PATIENCE_S * (200 - 8)
+    early = sum(0.02 * index < patience for index in range(40))
+    assert served[:early] == [f"short{index}" for index in range(early)]
+    assert served[early:] == ["long"] * (40 - early) or served[early : early + 25] == ["long"] * 25
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
