@@ -43,7 +43,8 @@ from benchmarks.peers.install import PeerError
 from benchmarks.peers.process import Peer
 from benchmarks.systems import console, say
 
-LADDER = (0.5, 1.0, 1.5, 2.0, 2.7, 3.6, 4.8)
+LADDER = (0.5, 1.0, 1.4, 2.0, 2.8, 4.0)
+LEAST_REQUESTS = 10
 PILOT_RATE = 1.0
 MUST = {"itl_ratio": 0.7, "goodput_ratio": 1.3}
 GOAL = {"itl_ratio": 0.4, "goodput_ratio": 2.5}
@@ -70,7 +71,7 @@ class Race:
 
     def measure(self, name: str, rate: float) -> None:
         """One rate of one system. A system that fails is out."""
-        arrivals = schedule(rate, self.seconds, self.seed)
+        arrivals = schedule(rate, max(self.seconds, LEAST_REQUESTS / rate), self.seed)
         limit_s = arrivals[-1].at_s + TTFT_LIMIT_S[LONG] + 2.0
         try:
             times = self._load(name, arrivals, limit_s)
