@@ -202,7 +202,7 @@ def main(
     if unknown := [n for n in names if n not in SETTINGS]:
         raise typer.BadParameter(f"there is no {unknown[0]}; choose from {', '.join(SETTINGS)}")
     ladder = tuple(float(rate) for rate in rates.split(",")) if rates else (1.0, 2.0) if quick else LADDER
-    seconds = min(seconds, 8.0) if quick else seconds
+    seconds = min(seconds, 5.0) if quick else seconds
     race = Race(seconds=seconds, seed=seed, until=time.monotonic() + 60 * minutes)
     with ExitStack() as stack:
         if try_settings:

@@ -24,10 +24,7 @@ from benchmarks.systems import say
 
 OURS, AGGREGATED, OPENVINO, VLLM = "ours", "ours_aggregated", "openvino", "vllm"
 PEERS = (OPENVINO, VLLM)
-PRECISION = (
-    "--prefill-weights", "w8a8", "--decode-weights", "w4a8", "--aggregated-weights", "w8a8",
-    "--kv-mixing", "relaxed",
-)  # fmt: skip
+PRECISION = ("--precision", "fast")
 VARIANT = {OPENVINO: "int8", VLLM: "bf16 all cores"}
 
 

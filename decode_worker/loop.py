@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from decode_worker.entry import Entry, PromptWork
+from decode_worker.pace import pace_s
 from decode_worker.pulls import Pulls
 from decode_worker.replies import refused, repeated, superseded, unknown
 from decode_worker.reserve import Reservation, longest_pages, reserve
@@ -91,11 +92,11 @@ class DecodeRole:
         """Least time from one decode step to the next: while a prefill worker of this very machine computes
         prompts for us, each small step would take more from it than it gives (0: as fast as can be)."""
         here = self._ctx.host_id
-        shared = any(
+        num_prompts = sum(
             e.session.pulling and e.call.prefill is not None and e.call.prefill.host_id == here
             for e in self._entries.values()
         )
-        return self._ctx.decode_pace_s if shared else 0.0
+        return pace_s(self._ctx.decode_pace_s, num_prompts)
 
     def owns(self, seq_id: str) -> bool:
         """Whether a scheduler event is this role's."""

@@ -60,7 +60,8 @@ class RouterConfig:
         unit="tokens", minimum=0,
     )  # fmt: skip
     prefill_backlog_tokens: int = setting(
-        16384, help="Prompt tokens a prefill worker may have outstanding before it gets no more; 0: no bound.",
+        16384,
+        help="Prompt tokens a prefill worker may have outstanding before it gets no more; 0: no bound.",
         unit="tokens", minimum=0,
     )  # fmt: skip
     max_queue: int = setting(

@@ -182,8 +182,9 @@ class ServeConfig:
     )
     decode_pace_s: float = setting(
         0.05,
-        help="Least time between decode steps while a prefill worker on the same machine computes prompts "
-        "for the same decode worker; 0: none. More throughput for a longer inter-token latency meanwhile.",
+        help="Least time between decode steps while a prefill worker on the same machine computes a prompt "
+        "for the same decode worker; up to twice that with many prompts; 0: none. "
+        "More throughput for a longer inter-token latency meanwhile.",
         unit="seconds",
         minimum=0,
         maximum=10,

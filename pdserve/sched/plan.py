@@ -31,7 +31,7 @@ class SeqSpec:
     pages: block table so far, held under Holder(request, seq_id) by whoever submits; may be longer than
     needed (growth reserve). num_shared: leading pages that are sealed and shared (never written).
     use_prefix_cache: look token_ids up and publish full pages, under keys salted with cache_salt.
-    arrival: when it came, for its turn (`sequence.PATIENCE_S`) and for its age: the oldest is never preempted.
+    arrival: when it came, for its turn (`sequence.PATIENCE_S`) and its age: the oldest is never preempted.
     """
 
     seq_id: str

@@ -9,8 +9,8 @@ from pdserve.kvcache.layout import pages_for
 from pdserve.sched.plan import SeqKind, SeqSpec
 
 PATIENCE_S = 0.001
-"""A request's turn comes this long after its arrival for each row it has to compute, about the time that takes
-on a small machine: a chat overtakes a prompt of thousands of tokens, and none that waited long enough."""
+"""A request's turn comes this long after its arrival for each row it has to compute, about what that takes on
+a small machine: a chat overtakes a prompt of thousands of tokens, but none that waited long enough."""
 
 
 class Seq:
