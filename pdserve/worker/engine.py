@@ -16,6 +16,7 @@ from kvtransfer.session.guard import RoleContext
 from pdserve.config.worker import WorkerConfig
 from pdserve.engine.runner import ModelRunner, page_layout
 from pdserve.errors import ConfigError, Incompatible
+from pdserve.garbage import give_back_freed
 from pdserve.kvcache.layout import INT8, pages_for
 from pdserve.kvcache.manager import PageManager
 from pdserve.kvcache.pool import KVPool
@@ -109,6 +110,7 @@ def _build(config: WorkerConfig, run_dir: str, progress: Progress, replica: Repl
     runner, pool = _runner(config, model) if replica is None else replica.start(model, secrets.randbits(64))
     limits = _limits(model, runner.homes.pages_each * config.page_size)
     model = model.without_weights()  # the runner has packed copies of its own
+    give_back_freed()
     progress("warming up")
     chunk = min(config.prefill_chunk_tokens, limits.max_context)
     runner.warmup(chunk_tokens=chunk, max_num_seqs=min(8, config.max_num_seqs))
