@@ -1,12 +1,17 @@
-"""GGUF tensor data to float32: our own vectorised forms of the common types, the `gguf` package for the rest.
+"""GGUF tensor data to float32: our own forms of the common types, the `gguf` package for the rest.
 
 What lives here: numbers from blocks, bit-identical to `gguf.quants.dequantize`. What does not: the file's
 directory (`gguf_file`), which tensor is which (`gguf_weights`).
+
+Ours come twice: csrc/dequant.cpp, and with torch for machines where that can not be built.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +19,8 @@ import torch
 from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from pdserve.errors import ModelError
+from pdserve.errors import ConfigError, ModelError
+from pdserve.kernels.build import ensure_built, plan_build
 
 Kind = GGMLQuantizationType
 CHUNK_ELEMENTS = 1 << 18
@@ -65,7 +71,7 @@ def _q8_0(b: torch.Tensor) -> torch.Tensor:
     return b[:, 2:].view(torch.int8).to(torch.float32) * half_at(b, 0)
 
 
-_FAST: dict[GGMLQuantizationType, Callable[[torch.Tensor], torch.Tensor]] = {
+FAST: dict[GGMLQuantizationType, Callable[[torch.Tensor], torch.Tensor]] = {
     Kind.Q4_0: _q4_0,
     Kind.Q4_1: _q4_1,
     Kind.Q5_0: _q5_0,
@@ -87,12 +93,49 @@ def _generic(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDAr
     return out
 
 
-def _fast(raw: torch.Tensor, kind: GGMLQuantizationType, out: torch.Tensor) -> None:
+def with_torch(
+    raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """`dequantise` of a type in FAST, by torch's operators."""
+    out = torch.empty(shape, dtype=dtype)
     block, block_bytes = GGML_QUANT_SIZES[kind]
-    blocks_NB, out_NE = raw.view(-1, block_bytes), out.view(-1, block)
+    blocks_NB, out_NE = torch.from_numpy(raw).view(-1, block_bytes), out.view(-1, block)
     for i in range(0, blocks_NB.shape[0], CHUNK_ELEMENTS // block):
         piece = slice(i, i + CHUNK_ELEMENTS // block)
-        out_NE[piece] = _FAST[kind](blocks_NB[piece])
+        out_NE[piece] = FAST[kind](blocks_NB[piece])
+    return out
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """None where it can not be built."""
+    try:
+        loaded = ctypes.CDLL(str(ensure_built(plan_build(Path(__file__).with_name("csrc"), "dequant"))))
+    except (ConfigError, OSError):
+        return None
+    at, number = ctypes.c_void_p, ctypes.c_int
+    loaded.pdg_dequantise.argtypes = (at, at, ctypes.c_int64, number, number)
+    return loaded
+
+
+def _native(
+    library: ctypes.CDLL,
+    raw: npt.NDArray[np.uint8],
+    kind: GGMLQuantizationType,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """On one thread: torch's several wait for each other busily where others want the cores too."""
+    made = torch.float32 if dtype is torch.float16 else dtype
+    out = torch.empty(shape, dtype=made)
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    blocks = raw.size // block_bytes
+    assert raw.flags.c_contiguous
+    assert (blocks * block_bytes, blocks * block) == (raw.size, out.numel())
+    short = made is torch.bfloat16
+    done = library.pdg_dequantise(out.data_ptr(), raw.ctypes.data, blocks, int(kind), short)
+    assert done, "such a type is not here"
+    return out.to(dtype)
 
 
 def dequantise(
@@ -108,8 +151,7 @@ def dequantise(
     plain = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}.get(kind)
     if plain is not None:
         return data.view(plain).to(dtype).view(shape)
-    if kind in _FAST:
-        out = torch.empty(shape, dtype=dtype)
-        _fast(data, kind, out)
-        return out
+    if kind in FAST:
+        library = _library()
+        return _native(library, raw, kind, shape, dtype) if library else with_torch(raw, kind, shape, dtype)
     return torch.from_numpy(_generic(raw, kind)).to(dtype).view(shape)

@@ -30,7 +30,7 @@ def test_the_wheel_installs_these_names_and_no_others(tmp_path: Path) -> None:
     found = {path.name for path in site.iterdir() if (path / "__init__.py").exists()}
     assert found >= PACKAGES
     assert not found & {"tests", "benchmarks", "scripts", "client", "engine", "models", "kernels", "utils"}
-    ours = ("kernels", "parallel", "ranks")
+    ours = ("kernels", "models", "parallel", "ranks")
     for sources in (*(site / "pdserve" / name / "csrc" for name in ours), site / "kvtransfer" / "csrc"):
         assert list(sources.glob("*.cpp")), "the C++ travels with the wheel"
 

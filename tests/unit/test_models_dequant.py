@@ -9,7 +9,8 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pdserve.errors import ModelError
-from pdserve.models.dequant import SUPPORTED, dequantise
+from pdserve.models import dequant
+from pdserve.models.dequant import SUPPORTED, dequantise, with_torch
 
 Kind = GGMLQuantizationType
 ROWS, COLUMNS = 6, 1024
@@ -61,10 +62,42 @@ def test_long_tensors_are_read_in_pieces_without_seams() -> None:
         assert np.array_equal(dequantise(raw, kind, expected.shape, torch.float32).numpy(), expected)
 
 
-def test_bfloat16_is_the_rounded_float32() -> None:
-    raw = stored(Kind.Q4_0).reshape(-1)
-    exact = dequantise(raw, Kind.Q4_0, (ROWS, COLUMNS), torch.float32)
-    assert torch.equal(dequantise(raw, Kind.Q4_0, (ROWS, COLUMNS), torch.bfloat16), exact.bfloat16())
+@pytest.mark.parametrize("kind", sorted(SUPPORTED), ids=lambda k: k.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_shorter_numbers_are_the_rounded_float32(kind: GGMLQuantizationType, dtype: torch.dtype) -> None:
+    raw = stored(kind).reshape(-1)
+    exact = dequantise(raw, kind, (ROWS, COLUMNS), torch.float32)
+    assert torch.equal(dequantise(raw, kind, (ROWS, COLUMNS), dtype), exact.to(dtype))
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0], ids=lambda k: k.name
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_bytes_are_what_the_gguf_package_makes_of_them(
+    kind: GGMLQuantizationType, dtype: torch.dtype
+) -> None:
+    """Scales that are infinite or no numbers, too."""
+    block, size = GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(5).integers(0, 256, (4096, size), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(quants.dequantize(raw.reshape(1, -1), kind).reshape(-1).copy()).to(dtype)
+    for ours in (dequantise, with_torch):
+        made = ours(raw.reshape(-1), kind, (4096 * block,), dtype)
+        assert torch.equal(made.isnan(), expected.isnan())
+        assert torch.equal(made.nan_to_num(0.0), expected.nan_to_num(0.0))
+
+
+def test_where_nothing_compiles_torch_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = stored(Kind.Q4_1).reshape(-1)
+    native = dequantise(raw, Kind.Q4_1, (ROWS, COLUMNS), torch.bfloat16)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    dequant._library.cache_clear()
+    try:
+        assert dequant._library() is None
+        assert torch.equal(dequantise(raw, Kind.Q4_1, (ROWS, COLUMNS), torch.bfloat16), native)
+    finally:
+        dequant._library.cache_clear()
 
 
 def test_other_types_are_refused() -> None:
