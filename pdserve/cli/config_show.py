@@ -38,7 +38,7 @@ def _with_weights(config: ServeConfig) -> tuple[ServeConfig, dict[str, str]]:
     """What workers would choose on this machine, and why, by setting. Others may have another CPU."""
     if config.precision == EXACT:
         return config, {}
-    from pdserve.worker.precision import chosen
+    from pdserve.worker.precision import chosen, settled
 
     found: dict[str, Any] = {}
     reasons: dict[str, str] = {}
@@ -50,4 +50,6 @@ def _with_weights(config: ServeConfig) -> tuple[ServeConfig, dict[str, str]]:
             reasons[name] = f"the worker chooses; here {error.message}"
         else:
             found[name], reasons[name] = choice.weights, choice.why
+            pages = settled(config.worker(role, secret="", routers=(), run_dir=""), lambda _: None).page_dtype
+            found["kv_dtype"] = pages
     return dataclasses.replace(config, **found), reasons

@@ -9,7 +9,7 @@ checkpoint that has them. What makes up for a choice is measured: docs/performan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.types import Role
 
@@ -23,9 +23,11 @@ KV_MIXING = (STRICT, RELAXED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """What the choice needs to know of a model. stored_bits: of most of its linears' codes as kernels can
-    take them, 0 for plain numbers. experts, latent: it has a mixture of experts, latent attention."""
+    take them, 0 for plain numbers. experts, latent: it has a mixture of experts, latent attention. head_dim:
+    of its attention, in elements."""
 
     stored_bits: int = 0
+    head_dim: int = 64
     experts: bool = False
     latent: bool = False
 
@@ -52,14 +54,21 @@ class Wish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """weights: one of WEIGHTS. why: a part of a sentence, for people."""
+    """weights: one of WEIGHTS. why: a part of a sentence, for people. int8_pages: 8-bit KV pages suit too."""
 
     weights: str
     why: str
+    int8_pages: bool = False
 
 
 def choose(wish: Wish, model: ModelFacts, cpu: CpuFacts) -> Choice:
-    """The form a worker computes with. A form that was asked for is taken as it is."""
+    """What a worker computes with. A form that was asked for is taken as it is. Pages are chosen by what
+    prefill and decode have in common: they exchange them."""
+    pages = wish.precision == FAST and cpu.byte_products and not _hindrance(wish, model, cpu)
+    return replace(_weights(wish, model, cpu), int8_pages=pages and model.head_dim % 4 == 0)
+
+
+def _weights(wish: Wish, model: ModelFacts, cpu: CpuFacts) -> Choice:
     if wish.weights is not None:
         return Choice(weights=wish.weights, why="asked for")
     if wish.precision == EXACT:

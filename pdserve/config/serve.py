@@ -87,7 +87,9 @@ class ServeConfig:
         choices=RANK_ATTENTION,
     )
     dtype: str = setting("bfloat16", help="Number type of weights and activations.", choices=DTYPES)
-    kv_dtype: str | None = setting(None, help="Number type of KV pages. Auto: dtype.", choices=KV_DTYPES)
+    kv_dtype: str | None = setting(
+        None, help="Number type of KV pages. Auto: by precision.", choices=KV_DTYPES
+    )
     precision: str = setting(
         EXACT,
         help="exact: the model's own numbers; fast: 8 or 4 bits where they suit role, CPU and model.",
@@ -215,8 +217,15 @@ class ServeConfig:
             token_budget=self.token_budget or 2 * self.prefill_chunk_tokens,
             threads=self.threads or len(os.sched_getaffinity(0)),
         )
+        config = dataclasses.replace(config, kv_dtype=config._common_pages())
         config.check()
         return config
+
+    def _common_pages(self) -> str | None:
+        """kv_dtype; workers must not choose one each where they can not all have the same of 8 bits."""
+        sizes = {self._page_size(role) for role in self.wanted()}
+        alike = len(sizes) == 1 and all(self.ranks(role) == 1 for role in self.wanted())
+        return self.kv_dtype if alike or self.precision == EXACT else self.kv_dtype or self.dtype
 
     def check(self) -> None:
         """Raises ConfigError naming the first field that does not go with the others."""

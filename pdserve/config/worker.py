@@ -45,7 +45,9 @@ class WorkerConfig:
         "", help="Hex of the 32 random bytes all processes of a fleet share.", secret=True
     )
     dtype: str = setting("bfloat16", help="Number type of weights and activations.", choices=DTYPES)
-    kv_dtype: str | None = setting(None, help="Number type of KV pages. Auto: dtype.", choices=KV_DTYPES)
+    kv_dtype: str | None = setting(
+        None, help="Number type of KV pages. Auto: by precision.", choices=KV_DTYPES
+    )
     precision: str = setting(
         EXACT, help="exact: the model's own numbers; fast: what suits role and hardware.", choices=PRECISIONS
     )

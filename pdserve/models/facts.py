@@ -41,6 +41,7 @@ def _of_gguf(path: Path) -> ModelFacts:
         stored_bits=counts.most_common(1)[0][0] if counts else 0,
         experts=config.experts is not None,
         latent=config.latent is not None,
+        head_dim=config.head_dim,
     )
 
 
@@ -52,6 +53,7 @@ def _of_directory(folder: Path) -> ModelFacts:
         stored_bits=_described_bits(described) if isinstance(described, dict) else 0,
         experts=config.experts is not None,
         latent=config.latent is not None,
+        head_dim=config.head_dim,
     )
 
 

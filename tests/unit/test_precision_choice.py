@@ -56,6 +56,24 @@ def test_the_table(asked: Wish, model: ModelFacts, cpu: CpuFacts, weights: str, 
 
 
 @pytest.mark.parametrize(
+    ("asked", "model", "cpu", "suit"),
+    [
+        (wish(P), FOUR, VNNI, True),
+        (wish(D, weights="exact"), FOUR, VNNI, True),
+        (wish(P, "exact"), FOUR, VNNI, False),
+        (wish(P), FOUR, AVX2, False),
+        (wish(P), LATENT, VNNI, False),
+        (wish(P, ranks=2), FOUR, VNNI, False),
+        (wish(P), ModelFacts(head_dim=10), VNNI, False),
+    ],
+)
+def test_pages_of_8_bits_by_what_roles_have_in_common(
+    asked: Wish, model: ModelFacts, cpu: CpuFacts, suit: bool
+) -> None:
+    assert choose(asked, model, cpu).int8_pages is suit
+
+
+@pytest.mark.parametrize(
     ("given", "prefill", "decode", "follows"),
     [
         (None, "exact", "exact", "strict"),
@@ -79,11 +97,11 @@ class TestFacts:
 
     def test_directories_tell_by_their_configuration(self, tmp_path: Path) -> None:
         plain = tiny_models.save(tiny_models.llama(), tmp_path / "plain")
-        assert facts_of(str(plain)) == PLAIN
+        assert facts_of(str(plain)) == replace(PLAIN, head_dim=16)
         config = json.loads((plain / "config.json").read_text())
         for method, bits in (({"quant_method": "awq", "bits": 4}, 4), ({"quant_method": "fp8"}, 0)):
             (plain / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
-            assert facts_of(str(plain)) == ModelFacts(stored_bits=bits)
+            assert facts_of(str(plain)) == ModelFacts(stored_bits=bits, head_dim=16)
 
     def test_a_model_that_is_not_there_is_named(self) -> None:
         with pytest.raises(ModelError):
@@ -118,6 +136,12 @@ class TestSettings:
         assert ServeConfig(precision="fast", decode_tp=2).resolved().decode_tp == 2
         assert WorkerConfig(worker_id="w", role=D, model="m", precision="fast", tp=2).weights is None
 
+    def test_workers_choose_pages_only_where_all_can_have_the_same(self) -> None:
+        assert ServeConfig(precision="fast").resolved().kv_dtype is None
+        assert ServeConfig(precision="fast", decode_tp=2).resolved().kv_dtype == "bfloat16"
+        assert ServeConfig(precision="fast", decode_page_size=32).resolved().kv_dtype == "bfloat16"
+        assert ServeConfig(precision="fast", kv_dtype="bfloat16").resolved().kv_dtype == "bfloat16"
+
     def test_auto_is_a_value_of_every_source(self) -> None:
         flags = {"precision": "fast", "decode_weights": "auto", "kv_mixing": "auto"}
         config = resolve(ServeConfig, flags=flags).config
@@ -131,7 +155,9 @@ class TestSettings:
         alone = WorkerConfig(worker_id="w", role=D, model=DEFAULT, precision="fast")
         assert alone.mixing == "relaxed"
         assert settled(WorkerConfig.from_json(alone.to_json()), said.append).weights == "w8a8"
-        assert said == ["loading the model: w8a8, without VNNI 4 bits are no faster than 8"]
+        assert said == [
+            "loading the model: w8a8 with KV in bfloat16, without VNNI 4 bits are no faster than 8"
+        ]
 
 
 def test_config_show_tells_what_would_be_chosen(
