@@ -15,14 +15,15 @@ struct RowBlocks {
 };
 
 // Calls body(first block, end block, first panel, end panel) until every pair was there once, on all threads. A task
-// has up to `most_blocks` blocks and `most_panels` panels: together they fit the second cache.
+// has up to `most_blocks` blocks and `most_panels` panels: together they fit the second cache. Tasks are as equal as
+// they can be, and a multiple of the threads where panels suffice.
 template <class Body>
 void for_tiles(long blocks, long panels, long most_blocks, long most_panels, int threads, const Body& body) {
     const long chunks = (blocks + most_blocks - 1) / most_blocks;
-    const long at_once = std::clamp<long>(chunks * panels / (4 * threads), 1, most_panels);
-    const long groups = (panels + at_once - 1) / at_once;
+    const long wanted = std::max((4 * threads + chunks - 1) / std::max(chunks, 1L), (panels + most_panels - 1) / most_panels);
+    const long groups = std::min((wanted + threads - 1) / threads * threads, panels);
     parallel_for(chunks * groups, threads, [&](long task) {
-        const long block = task / groups * most_blocks, panel = task % groups * at_once;
-        body(block, std::min(block + most_blocks, blocks), panel, std::min(panel + at_once, panels));
+        const long chunk = task / groups, group = task % groups;
+        body(chunk * blocks / chunks, (chunk + 1) * blocks / chunks, group * panels / groups, (group + 1) * panels / groups);
     });
 }

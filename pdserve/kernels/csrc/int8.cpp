@@ -11,7 +11,8 @@ constexpr int NR = NVP * VW;
 constexpr int kWide = 4;      // panels at once where few rows give too few chains
 constexpr int kWideRows = 3;  // ... up to so many rows
 constexpr long kAhead = 512;  // words by which weights are called up from memory
-constexpr int kAheadRows = 10;  // ... up to so many rows, which wait for memory
+constexpr long kTaskBlocks = 20;         // of rows, and bytes of weights, in a task: both fit the second cache
+constexpr long kTaskBytes = 1024 * 1024;
 #ifdef PDS_AVX512
 constexpr int kMaxRows = 14;
 #else
@@ -29,10 +30,40 @@ struct Product {
     int out_dtype;
 };
 
-PDS_INLINE vf finished(const Product& p, long row, long col, vi sum) {
-    const vi offsets = iload(reinterpret_cast<const u32*>(p.offsets) + col);
-    const vi dot = isub(sum, imul(offsets, iset(static_cast<u32>(p.rows.totals[row]))));
-    return vmul(vmul(to_float(dot), vload(p.scales + col)), vset(p.rows.scales[row]));
+// What a sum starts from: its offset times the sum of the row's codes, taken away.
+template <int COLS> PDS_INLINE void start(const Product& p, long row, long col, vi (&acc)[COLS]) {
+    const u32 total = -static_cast<u32>(p.rows.totals[row]);
+#pragma GCC unroll 16
+    for (int v = 0; v < COLS; v++)
+        acc[v] = imul(iload(reinterpret_cast<const u32*>(p.offsets) + col + v * VW), iset(total));
+}
+
+PDS_INLINE vf scaled(const Product& p, long row, vf scale, const u32* sum) {
+    return vmul(vmul(to_float(iload(sum)), scale), vset(p.rows.scales[row]));
+}
+
+// Whole vectors without a bias.
+template <class T, int MR, int COLS>
+PDS_INLINE void put_whole(const Product& p, long row, long from, const u32 (&sums)[MR][COLS * VW]) {
+    for (int v = 0; v < COLS; v++) {
+        const long col = from + v * VW;
+        const vf scale = vload(p.scales + col);
+        T* to = static_cast<T*>(p.out) + row * p.num_out + col;
+        for (int r = 0; r < MR; r++, to += p.num_out) store_rounded(to, scaled(p, row + r, scale, sums[r] + v * VW));
+    }
+}
+
+template <int MR, int COLS> PDS_INLINE void put(const Product& p, long row, long from, const u32 (&sums)[MR][COLS * VW]) {
+    if (p.bias == nullptr && from + COLS * VW <= p.num_out) {
+        if (p.out_dtype == kFloat32) put_whole<float, MR, COLS>(p, row, from, sums);
+        else put_whole<bf16, MR, COLS>(p, row, from, sums);
+        return;
+    }
+    for (int r = 0; r < MR; r++)
+        for (long v = 0, col = from; v < COLS && col < p.num_out; v++, col += VW) {
+            const vf x = scaled(p, row + r, vload(p.scales + col), sums[r] + v * VW);
+            store_result(p.out, p.out_dtype, p.bias, row + r, col, p.num_out, x);
+        }
 }
 
 // Loops over accumulators are unrolled so that they stay in registers; sums go through memory once, at the end.
@@ -40,9 +71,7 @@ template <int MR, int NB> void block(const Product& p, long row, long panel) {
     constexpr int COLS = NB * NVP;
     vi acc[MR][COLS];
 #pragma GCC unroll 16
-    for (int r = 0; r < MR; r++)
-#pragma GCC unroll 16
-        for (int v = 0; v < COLS; v++) acc[r][v] = izero();
+    for (int r = 0; r < MR; r++) start(p, row + r, panel * NR, acc[r]);
     const u32* x[(MR + 2) / 3];  // of each third row, so that few pointers do
     const long x_row = p.rows.row_bytes / 4;
     for (int i = 0; i < (MR + 2) / 3; i++) x[i] = reinterpret_cast<const u32*>(p.rows.codes) + (row + 3 * i) * x_row;
@@ -53,7 +82,7 @@ template <int MR, int NB> void block(const Product& p, long row, long panel) {
 #pragma GCC unroll 16
         for (int v = 0; v < COLS; v++) {
             const u32* at = w[v / NVP] + s * NR + (v % NVP) * VW;
-            if constexpr (MR <= kAheadRows) _mm_prefetch(reinterpret_cast<const char*>(at + kAhead), _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<const char*>(at + kAhead), _MM_HINT_T0);
             column[v] = iload(at);
         }
 #pragma GCC unroll 16
@@ -68,12 +97,7 @@ template <int MR, int NB> void block(const Product& p, long row, long panel) {
     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 16
         for (int v = 0; v < COLS; v++) istore(sums[r] + v * VW, acc[r][v]);
-    for (int r = 0; r < MR; r++)
-        for (int v = 0; v < COLS; v++) {
-            const long col = panel * NR + v * VW;
-            if (col >= p.num_out) break;
-            store_result(p.out, p.out_dtype, p.bias, row + r, col, p.num_out, finished(p, row + r, col, iload(sums[r] + v * VW)));
-        }
+    put<MR, COLS>(p, row, panel * NR, sums);
 }
 
 using BlockFn = void (*)(const Product&, long, long);
@@ -92,10 +116,10 @@ struct Kernels {
 const Kernels kernels;
 
 void product(const Product& p) {
-    const long panels = (p.num_out + NR - 1) / NR;
+    const long panels = (p.num_out + NR - 1) / NR, most_panels = std::max(1L, kTaskBytes / (p.steps * NR * 4));
     const RowBlocks blocks(p.num_rows, kMaxRows);
     const int threads = threads_for(p.num_rows * p.steps * p.num_out, 1 << 15);
-    for_tiles(blocks.count, panels, 8, p.num_rows <= kMaxRows ? 64 : 4, threads, [&](long b, long end_b, long panel, long end) {
+    for_tiles(blocks.count, panels, kTaskBlocks, most_panels, threads, [&](long b, long end_b, long panel, long end) {
         for (; b < end_b; b++) {
             const long row = blocks.start(b), rows = blocks.size(b);
             long i = panel;
