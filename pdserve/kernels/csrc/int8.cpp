@@ -38,34 +38,6 @@ template <int COLS> PDS_INLINE void start(const Product& p, long row, long col, 
         acc[v] = imul(iload(reinterpret_cast<const u32*>(p.offsets) + col + v * VW), iset(total));
 }
 
-PDS_INLINE vf scaled(const Product& p, long row, vf scale, const u32* sum) {
-    return vmul(vmul(to_float(iload(sum)), scale), vset(p.rows.scales[row]));
-}
-
-// Whole vectors without a bias.
-template <class T, int MR, int COLS>
-PDS_INLINE void put_whole(const Product& p, long row, long from, const u32 (&sums)[MR][COLS * VW]) {
-    for (int v = 0; v < COLS; v++) {
-        const long col = from + v * VW;
-        const vf scale = vload(p.scales + col);
-        T* to = static_cast<T*>(p.out) + row * p.num_out + col;
-        for (int r = 0; r < MR; r++, to += p.num_out) store_rounded(to, scaled(p, row + r, scale, sums[r] + v * VW));
-    }
-}
-
-template <int MR, int COLS> PDS_INLINE void put(const Product& p, long row, long from, const u32 (&sums)[MR][COLS * VW]) {
-    if (p.bias == nullptr && from + COLS * VW <= p.num_out) {
-        if (p.out_dtype == kFloat32) put_whole<float, MR, COLS>(p, row, from, sums);
-        else put_whole<bf16, MR, COLS>(p, row, from, sums);
-        return;
-    }
-    for (int r = 0; r < MR; r++)
-        for (long v = 0, col = from; v < COLS && col < p.num_out; v++, col += VW) {
-            const vf x = scaled(p, row + r, vload(p.scales + col), sums[r] + v * VW);
-            store_result(p.out, p.out_dtype, p.bias, row + r, col, p.num_out, x);
-        }
-}
-
 // Loops over accumulators are unrolled so that they stay in registers; sums go through memory once, at the end.
 template <int MR, int NB> void block(const Product& p, long row, long panel) {
     constexpr int COLS = NB * NVP;
@@ -97,7 +69,10 @@ template <int MR, int NB> void block(const Product& p, long row, long panel) {
     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 16
         for (int v = 0; v < COLS; v++) istore(sums[r] + v * VW, acc[r][v]);
-    put<MR, COLS>(p, row, panel * NR, sums);
+    const float* scales = p.scales + panel * NR;
+    store_block<MR, COLS>(p.out, p.out_dtype, p.bias, row, panel * NR, p.num_out, [&](int r, int v) {
+        return vmul(vmul(to_float(iload(sums[r] + v * VW)), vload(scales + v * VW)), vset(p.rows.scales[row + r]));
+    });
 }
 
 using BlockFn = void (*)(const Product&, long, long);

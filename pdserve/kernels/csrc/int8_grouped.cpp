@@ -65,13 +65,9 @@ template <int MR> void block(const Product& p, long row, long panel) {
     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 2
         for (int v = 0; v < NVP; v++) vstore(sums[r] + v * VW, acc[r][v]);
-    for (int r = 0; r < MR; r++)
-        for (int v = 0; v < NVP; v++) {
-            const long col = panel * NR + v * VW;
-            if (col >= p.num_out) break;
-            const vf sum = vmul(vload(sums[r] + v * VW), vload(p.scales + col));
-            store_result(p.out, p.out_dtype, p.bias, row + r, col, p.num_out, sum);
-        }
+    const float* scales = p.scales + panel * NR;
+    store_block<MR, NVP>(p.out, p.out_dtype, p.bias, row, panel * NR, p.num_out,
+                         [&](int r, int v) { return vmul(vload(sums[r] + v * VW), vload(scales + v * VW)); });
 }
 
 using BlockFn = void (*)(const Product&, long, long);

@@ -26,6 +26,25 @@ PDS_INLINE void store_result(void* out, int dtype, const float* bias, long row, 
     else store_bf16(static_cast<bf16*>(out) + at, x, mask);
 }
 
+// Writes value(row of the block, vector) for MR rows and COLS vectors; in one sweep where nothing is cut off or added.
+template <class T, int MR, int COLS, class Value>
+PDS_INLINE void store_whole(T* to, long num_out, const Value& value) {
+    for (int v = 0; v < COLS; v++)
+        for (int r = 0; r < MR; r++) store_rounded(to + r * num_out + v * VW, value(r, v));
+}
+template <int MR, int COLS, class Value>
+PDS_INLINE void store_block(void* out, int dtype, const float* bias, long row, long from, long num_out, const Value& value) {
+    const long at = row * num_out + from;
+    if (bias == nullptr && from + COLS * VW <= num_out) {
+        if (dtype == kFloat32) store_whole<float, MR, COLS>(static_cast<float*>(out) + at, num_out, value);
+        else store_whole<bf16, MR, COLS>(static_cast<bf16*>(out) + at, num_out, value);
+        return;
+    }
+    for (int r = 0; r < MR; r++)
+        for (int v = 0; v < COLS && from + v * VW < num_out; v++)
+            store_result(out, dtype, bias, row + r, from + v * VW, num_out, value(r, v));
+}
+
 int64_t int8_panel_width();
 void int8_linear(const QuantLinear& linear, const Rows8& rows, int64_t num_rows, void* out, int out_dtype);
 void int8_grouped_linear(const QuantLinear& linear, const Rows8& rows, int64_t num_rows, void* out, int out_dtype);
