@@ -34,7 +34,8 @@ OTHER = "other"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineWish:
-    """What to measure. prompts: lengths. contexts, batches: of decode steps. seconds: for each case.
+    """What to measure. kv_dtype: of pages; auto: the model's. prompts: lengths. contexts,
+    batches: of decode steps. seconds: for each case.
 
     chunk_tokens: of a prompt, computed at once. pool_bytes: of pages; decode steps that need more are left
     out. threads: None for the process's default. peak_seconds: for each of the machine's peaks.
@@ -43,6 +44,7 @@ class EngineWish:
     model: str
     weights: str
     dtype: str
+    kv_dtype: str
     prompts: Sequence[int]
     contexts: Sequence[int]
     batches: Sequence[int]
@@ -94,7 +96,8 @@ def measure_engine(wish: EngineWish, progress: Progress = lambda done, total: No
     """The result document. Raises ConfigError and ModelError."""
     about = machine()
     model = load_model(wish.model, wish.dtype, keep_quantised=wish.weights != "exact")
-    layout = page_layout(model.config, page_size=PAGE, dtype=wish.dtype)
+    pages = wish.dtype if wish.kv_dtype == "auto" else wish.kv_dtype
+    layout = page_layout(model.config, page_size=PAGE, dtype=pages)
     chosen = select(wish, layout, model.config.max_context, model.config.vocab_size)
     runner, work = _built(model, layout, chosen.num_pages, wish)
     total = 2 * num_peaks(wish.peak_sizes) + len(chosen.cases)
@@ -114,7 +117,8 @@ def measure_engine(wish: EngineWish, progress: Progress = lambda done, total: No
     peaks = peaks.best_with(peaks_now())
     rows = [_row(case, found, work, peaks) for case, found in zip(chosen.cases, timed, strict=True)]
     settings = {
-        **asdict(wish), "model": model.name, "isa": isa(), "kv_bytes_per_token": layout.page_bytes / PAGE,
+        **asdict(wish), "model": model.name, "kv_dtype": pages, "isa": isa(),
+        "kv_bytes_per_token": layout.page_bytes / PAGE,
         "weight_bytes": None if work is None else work.weight_bytes,
     }  # fmt: skip
     return document("engine", settings, rows, about, peaks=peaks, skipped=list(chosen.skipped))

@@ -37,17 +37,20 @@ LINEARS = {
 }
 FORMS = {"exact": "bfloat16", "w8a8": "int8", "w4a8": "int8"}
 """Forms of weights, and the data type of their operations."""
+PAGES = ("bfloat16", "int8")
+"""Data types of pages, and of the operations over them."""
 CHUNK = 512
 BATCH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroWish:
-    """rows: of linear layers. contexts: of attention. seconds: for each case. threads: or None."""
+    """rows: of linear layers. contexts, pages: of attention. seconds: for each case. threads: or None."""
 
     rows: Sequence[int]
     forms: Sequence[str]
     contexts: Sequence[int]
+    pages: Sequence[str]
     seconds: float
     threads: int | None = None
     peak_sizes: Sequence[int] = DEFAULT_SIZES
@@ -56,7 +59,7 @@ class MicroWish:
     def total(self) -> int:
         """Measurements."""
         linears = len(self.forms) * len(LINEARS) * len(self.rows)
-        return 2 * num_peaks(self.peak_sizes) + linears + 2 * len(self.contexts)
+        return 2 * num_peaks(self.peak_sizes) + linears + 2 * len(self.contexts) * len(self.pages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +98,10 @@ def _cases(wish: MicroWish) -> Iterator[_Case]:
             layers = [pack(form, num_out, num_in) for _ in range(LAYERS)]
             for rows in wish.rows:
                 yield _linear_case(name, form, layers, rows)
-    for context in wish.contexts:
-        yield _attention_case("chunk", [min(context, CHUNK)], [context])
-        yield _attention_case("decode", [1] * BATCH, [context] * BATCH)
+    for pages in wish.pages:
+        for context in wish.contexts:
+            yield _attention_case("chunk", pages, [min(context, CHUNK)], [context])
+            yield _attention_case("decode", pages, [1] * BATCH, [context] * BATCH)
 
 
 def pack(form: str, num_out: int, num_in: int) -> PackedLinear | QuantLinear:
@@ -127,11 +131,11 @@ def _linear_case(name: str, form: str, layers: Sequence[PackedLinear | QuantLine
     )
 
 
-def _attention_case(name: str, queries: Sequence[int], contexts: Sequence[int]) -> _Case:
+def _attention_case(name: str, dtype: str, queries: Sequence[int], contexts: Sequence[int]) -> _Case:
     """Operations count what is visible, bytes the pages' keys and values."""
     need = [-(-context // PAGE) for context in contexts]
     pages = torch.randperm(sum(need)).tolist()
-    kv = _random_pages(sum(need))
+    kv = _random_pages(sum(need), dtype)
     tables = [[pages.pop() for _ in range(count)] for count in need]
     meta = AttentionMeta.build(queries, contexts, tables, page_size=PAGE)
     q = torch.randn(sum(queries), HEADS, DIM).to(torch.bfloat16)
@@ -139,22 +143,31 @@ def _attention_case(name: str, queries: Sequence[int], contexts: Sequence[int]) 
     return _Case(
         name=name,
         group="attention",
-        form="bfloat16",
-        kind="bfloat16",
+        form=dtype,
+        kind=dtype,
         rows=sum(queries),
         call=lambda layer: paged_attention(q, kv, layer, meta, scale=DIM**-0.5),
         operations=4.0 * seen * HEADS * DIM,
-        size_bytes=4.0 * sum(contexts) * KV_HEADS * DIM,
+        size_bytes=2.0 * sum(contexts) * kv.part_elems * kv.storage.element_size() / PAGE,
         context=contexts[0],
     )
 
 
-def _random_pages(num_pages: int) -> KVView:
-    page = LAYERS * 2 * KV_HEADS * DIM * PAGE
-    return KVView(
-        storage=torch.randn(num_pages * page).to(torch.bfloat16), page_stride=page, num_pages=num_pages,
-        num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=PAGE, dtype="bfloat16",
+def _random_pages(num_pages: int, dtype: str) -> KVView:
+    """A pool of pages with numbers of usual size in them. dtype: of PAGES."""
+    scales = 4 * KV_HEADS * PAGE if dtype == "int8" else 0
+    page = LAYERS * 2 * (KV_HEADS * DIM * PAGE + scales)
+    values = torch.randint(0, 256, (num_pages * page,), dtype=torch.uint8)
+    kv = KVView(
+        storage=values if dtype == "int8" else torch.randn(num_pages * page).to(torch.bfloat16),
+        page_stride=page, num_pages=num_pages, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=DIM,
+        page_size=PAGE, dtype=dtype,
     )  # fmt: skip
+    if dtype == "int8":
+        for layer in range(LAYERS):
+            kv.k_scales(layer).fill_(0.01)
+            kv.v_scales(layer).fill_(0.01)
+    return kv
 
 
 def _best(call: Callable[[int], object], seconds: float) -> float:

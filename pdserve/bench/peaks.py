@@ -17,7 +17,7 @@ from pdserve.kernels.peaks import PRODUCTS, products, read
 
 ROUNDS = 4000
 MIB = 1 << 20
-DEFAULT_SIZES = (16 * MIB, 64 * MIB, 128 * MIB, 256 * MIB, 1024 * MIB)
+DEFAULT_SIZES = (16 * MIB, 64 * MIB, 128 * MIB, 256 * MIB, 512 * MIB, 1024 * MIB)
 
 
 def measure_peaks(

@@ -31,7 +31,7 @@ Target = Annotated[
 Seconds = Annotated[float, typer.Option(help="How long each case is repeated.")]
 Threads = Annotated[int, typer.Option(min=0, help="Of the kernels; 0: OMP_NUM_THREADS, or all.")]
 PeakMib = Annotated[str, typer.Option(metavar="N,…", help="Sizes (MiB) to measure memory bandwidth at.")]
-PEAK_MIB = "16,64,128,256,1024"
+PEAK_MIB = "16,64,128,256,512,1024"
 
 
 @bench_app.command()
@@ -39,22 +39,24 @@ def micro(
     rows: Annotated[str, typer.Option(metavar="N,…", help="Rows of linear layers.")] = "1,8,32,256,1024",
     forms: Annotated[str, typer.Option(metavar="FORM,…", help="Of weights.")] = "exact,w8a8,w4a8",
     contexts: Annotated[str, typer.Option(metavar="N,…", help="Of attention.")] = "128,512,2048",
+    pages: Annotated[str, typer.Option(metavar="DTYPE,…", help="Of attention's pages.")] = "bfloat16,int8",
     seconds: Seconds = 0.3,
     threads: Threads = 0,
     peak_mib: PeakMib = PEAK_MIB,
     json: Target = None,
 ) -> None:
     """Measure memory bandwidth, peaks of products, linear layers and attention. Needs no model."""
-    wished = forms.split(",")
-    if unknown := sorted(set(wished) - {"exact", "w8a8", "w4a8"}):
-        raise ConfigError(f"forms: there is no {unknown[0]!r}; there are exact, w8a8 and w4a8")
+    wished = _names(forms, "forms", ("exact", "w8a8", "w4a8"))
+    kinds = _names(pages, "pages", ("bfloat16", "int8"))
     given = {"rows": _numbers(rows, "rows", 65536), "contexts": _numbers(contexts, "contexts", 65536)}
     _check(seconds, json)
     sizes = _sizes(peak_mib)
     from pdserve.bench.micro import MicroWish, measure_micro
     from pdserve.cli.bench_tables import micro_tables
 
-    wish = MicroWish(forms=wished, seconds=seconds, threads=threads or None, peak_sizes=sizes, **given)
+    wish = MicroWish(
+        forms=wished, pages=kinds, seconds=seconds, threads=threads or None, peak_sizes=sizes, **given
+    )
     with _bar(wish.total) as advance:
         result = measure_micro(wish, lambda: advance(False))
     _end(result, micro_tables, json)
@@ -65,6 +67,7 @@ def engine(
     model: Annotated[str, typer.Option(help="As for pdserve up.")] = "smollm2-135m-instruct",
     weights: Annotated[str, typer.Option(metavar="FORM", help="exact, w8a8 or w4a8.")] = "exact",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    kv_dtype: Annotated[str, typer.Option(help="Of KV pages: auto (the model's) or int8.")] = "auto",
     prompts: Annotated[str, typer.Option(metavar="N,…", help="Prompt lengths; none: no prefill.")] = PROMPTS,
     contexts: Annotated[str, typer.Option(metavar="N,…", help="Contexts of decode; or none.")] = CONTEXTS,
     batches: Annotated[str, typer.Option(metavar="N,…", help="Sequences of a decode step.")] = "1,8,32",
@@ -86,6 +89,8 @@ def engine(
     if not given["prompts"] and not given["contexts"]:
         raise ConfigError("prompts: nothing is left to measure; name prompts or contexts")
     _check(seconds, json)
+    if kv_dtype not in ("auto", dtype, "int8"):
+        raise ConfigError("kv_dtype: must be auto, the model's dtype or int8")
     if not 0 < pool_gib <= 1024:
         raise ConfigError("pool_gib: must be more than 0, at most 1024")
     sizes = _sizes(peak_mib)
@@ -93,8 +98,8 @@ def engine(
     from pdserve.cli.bench_tables import engine_tables
 
     wish = EngineWish(
-        model=model, weights=weights, dtype=dtype, chunk_tokens=chunk_tokens, seconds=seconds,
-        pool_bytes=int(pool_gib * 2**30), threads=threads or None, peak_sizes=sizes,
+        model=model, weights=weights, dtype=dtype, kv_dtype=kv_dtype, chunk_tokens=chunk_tokens,
+        seconds=seconds, pool_bytes=int(pool_gib * 2**30), threads=threads or None, peak_sizes=sizes,
         peak_seconds=min(seconds, 0.5), **given,
     )  # fmt: skip
     with _late_bar() as progress:
@@ -163,6 +168,14 @@ def _numbers(text: str, option: str, most: int, *, may_be_none: bool = False) ->
     if not words or not all(word.isascii() and word.isdecimal() and 0 < int(word) <= most for word in words):
         raise ConfigError(f"{option}: must be numbers from 1 to {most} with commas between")
     return sorted({int(word) for word in words})
+
+
+def _names(text: str, option: str, known: Sequence[str]) -> list[str]:
+    """Of these, each once, with commas between."""
+    found = list(dict.fromkeys(word.strip() for word in text.split(",")))
+    if unknown := [name for name in found if name not in known]:
+        raise ConfigError(f"{option}: there is no {unknown[0]!r}; there are {', '.join(known)}")
+    return found
 
 
 def _sizes(text: str) -> list[int]:

@@ -52,12 +52,14 @@ def micro_tables(document: Document) -> Sequence[Table]:
         linears.add_row(
             f"{name}, {count}", *(f"{cell['ms']:.4f} ({_share(cell['share'])})" for cell in cells)
         )
-    attention = _table("attention of one layer", "case", "ms", "G operations/s", "GB/s", "share of floor")
+    attention = _table(
+        "attention of one layer", "case", "pages", "ms", "G operations/s", "GB/s", "share of floor"
+    )
     for row in document["cases"]:
         if row["group"] == "attention":
             name = f"{row['name']}, {row['rows']} rows, context {row['context']}"
             speeds = (f"{row['gops_per_s']:,.0f}", f"{row['gbytes_per_s']:.1f}")
-            attention.add_row(name, _ms(row["ms"]), *speeds, _share(row["share"]))
+            attention.add_row(name, row["form"], _ms(row["ms"]), *speeds, _share(row["share"]))
     return peaks_table(document), linears, attention
 
 
@@ -65,7 +67,8 @@ def engine_tables(document: Document) -> Sequence[Any]:
     """Peaks; steps beside floors; where a prefill and a decode step went; what was left out."""
     settings = document["settings"]
     steps = _table(
-        f"{settings['model']}, weights {settings['weights']}, {settings['dtype']}, {settings['isa']}",
+        f"{settings['model']} {settings['dtype']}, weights {settings['weights']}, "
+        f"pages {settings['kv_dtype']}, {settings['isa']}",
         "step", "best ms", "median ms", "runs", "tokens/s", "floor ms", "share",
     )  # fmt: skip
     for row in document["cases"]:

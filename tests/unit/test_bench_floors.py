@@ -122,8 +122,8 @@ def test_filling_writes_every_page_from_one_that_was_computed(pages: int, tokens
 
 def wish(**changed: object) -> EngineWish:
     given: dict[str, object] = {
-        "model": "m", "weights": "exact", "dtype": "bfloat16", "prompts": [64], "contexts": [16, 128],
-        "batches": [1, 4], "chunk_tokens": 32, "seconds": 0.1, "pool_bytes": 1 << 30,
+        "model": "m", "weights": "exact", "dtype": "bfloat16", "kv_dtype": "auto", "prompts": [64],
+        "contexts": [16, 128], "batches": [1, 4], "chunk_tokens": 32, "seconds": 0.1, "pool_bytes": 1 << 30,
     }  # fmt: skip
     return EngineWish(**{**given, **changed})  # type: ignore[arg-type]
 

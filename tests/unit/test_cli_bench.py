@@ -51,7 +51,7 @@ def test_engine_measures_prompts_and_steps_beside_floors(model: str, tmp_path: P
     target = tmp_path / "out.json"
     done = bench(
         "engine", "--model", model, "--weights", "w8a8", "--prompts", "16,80", "--contexts", "32",
-        "--batches", "1,3", "--chunk-tokens", "32", "--json", str(target), *QUICK,
+        "--batches", "1,3", "--chunk-tokens", "32", "--kv-dtype", "int8", "--json", str(target), *QUICK,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     document = json.loads(target.read_text())
@@ -61,7 +61,8 @@ def test_engine_measures_prompts_and_steps_beside_floors(model: str, tmp_path: P
     assert names == ["prefill-16", "prefill-80", "decode-1x32", "decode-3x32"]
     for case in document["cases"]:
         check_case(case)
-    assert document["settings"]["weights"] == "w8a8"
+    settings = document["settings"]
+    assert (settings["weights"], settings["kv_dtype"]) == ("w8a8", "int8")
     assert document["skipped"] == []
     for words in ("prefill, 80 tokens", "decode, 3 at context 32", "product: gate, up", "this machine"):
         assert words in done.stdout
@@ -88,8 +89,10 @@ def test_micro_measures_the_machine_and_its_kernels(tmp_path: Path) -> None:
     check_peaks(document)
     linears = {(c["name"], c["rows"], c["form"]) for c in document["cases"] if c["group"] == "linear"}
     assert len(linears) == 4 * 2 * 3
-    attention = [(c["name"], c["rows"], c["context"]) for c in document["cases"] if c["group"] == "attention"]
-    assert attention == [("chunk", 40, 40), ("decode", 8, 40)]
+    attention = [c for c in document["cases"] if c["group"] == "attention"]
+    assert [(c["form"], c["name"], c["rows"], c["context"]) for c in attention] == [
+        (pages, *case) for pages in ("bfloat16", "int8") for case in (("chunk", 40, 40), ("decode", 8, 40))
+    ]
     for case in document["cases"]:
         assert case["ms"] > 0
         assert case["floor_ms"] > 0
@@ -104,9 +107,11 @@ def test_micro_measures_the_machine_and_its_kernels(tmp_path: Path) -> None:
         (["micro", "--rows", "a"], "config_error: rows: "),
         (["micro", "--rows", ""], "config_error: rows: "),
         (["micro", "--forms", "w1"], "config_error: forms: "),
+        (["micro", "--pages", "int4"], "config_error: pages: "),
         (["micro", "--seconds", "nan"], "config_error: seconds: "),
         (["micro", "--json", "absent/file"], "config_error: json: "),
         (["engine", "--prompts", "none", "--contexts", "none"], "config_error: prompts: "),
+        (["engine", "--kv-dtype", "int4"], "config_error: kv_dtype: "),
         (["engine", "--pool-gib", "-1"], "config_error: pool_gib: "),
         (["serving", "--rate", "1", "--concurrency", "2"], "config_error: rate: "),
         (["serving", "--rate", "0"], "config_error: rate: "),
