@@ -142,7 +142,8 @@ def good_rate(curve: Curve) -> float:
 
 def next_rate(curve: Curve, ladder: Sequence[float], halvings: int) -> float | None:
     """Where to measure a system next: up the ladder to the rung after its first miss, then between the
-    highest rate that was good and the next one that was not, `halvings` times. None: it is done."""
+    highest rate that was good and the next one that was not, `halvings` times; not below half of the first
+    rung, where a run would take minutes. None: it is done."""
     climb = [rate for rate in ladder if rate not in curve]
     misses = [rate for rate, run in curve.items() if run["share"] < SHARE]
     rungs_missed = [rate for rate in misses if rate in ladder]
@@ -153,7 +154,8 @@ def next_rate(curve: Curve, ladder: Sequence[float], halvings: int) -> float | N
     above = [rate for rate in misses if rate > good]
     if between >= halvings or not above:
         return None
-    return round((good + min(above)) / 2, 3)
+    rate = round((good + min(above)) / 2, 3)
+    return rate if rate >= ladder[0] / 2 else None
 
 
 def equal_load(curves: Mapping[str, Curve], ours: str, peers: Sequence[str]) -> dict[str, Any] | None:

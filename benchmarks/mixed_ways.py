@@ -52,8 +52,8 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
     AGGREGATED: (_ours(128), Setting(name="as installed")),
     OPENVINO: (_peer(256, dynamic_split_fuse=True), _peer(128, dynamic_split_fuse=True)),
     VLLM: (
-        _peer(256, max_num_seqs=64, long_prefill_token_threshold=128),
         _peer(128, max_num_seqs=64, long_prefill_token_threshold=64),
+        _peer(256, max_num_seqs=64, long_prefill_token_threshold=128),
     ),
 }
 

@@ -128,6 +128,13 @@ def test_measuring_stops_climbing_where_requests_were_left_unfinished() -> None:
     assert next_rate(curve, LADDER, halvings=1) == 1.5
 
 
+def test_measuring_ends_at_half_of_the_lowest_rung() -> None:
+    curve = {1.0: run(0.5), 2.0: run(0.1)}
+    assert next_rate(curve, LADDER, halvings=2) == 0.5
+    assert next_rate({**curve, 0.5: run(0.2)}, LADDER, halvings=2) is None
+    assert next_rate({**curve, 0.5: run(1.0)}, LADDER, halvings=2) == 0.75
+
+
 def test_a_system_that_never_misses_is_measured_up_to_the_ladders_end() -> None:
     assert next_rate({rate: run(1.0) for rate in LADDER}, LADDER, halvings=2) is None
 
