@@ -50,7 +50,7 @@ def _peer(tokens: int, **more: object) -> Setting:
 SETTINGS: dict[str, tuple[Setting, ...]] = {
     OURS: (Setting(name="as installed"),),
     AGGREGATED: (_ours(128), Setting(name="as installed")),
-    OPENVINO: (_peer(256, dynamic_split_fuse=True), _peer(128, dynamic_split_fuse=True)),
+    OPENVINO: (_peer(128, dynamic_split_fuse=True), _peer(256, dynamic_split_fuse=True)),
     VLLM: (
         _peer(128, max_num_seqs=64, long_prefill_token_threshold=64),
         _peer(256, max_num_seqs=64, long_prefill_token_threshold=128),
