@@ -178,12 +178,16 @@ def equal_load(curves: Mapping[str, Curve], ours: str, peers: Sequence[str]) -> 
 
 
 def goodput(curves: Mapping[str, Curve], ours: str, peers: Sequence[str]) -> dict[str, Any]:
-    """Highest good rates and the ratio to the best peer's; ratio None if no peer has any."""
+    """Highest good rates and the ratio to the best peer's. If no peer has any, ratio is None, and ratio_above
+    is that to the lowest rate at which a peer was measured: it is more than that."""
     rates = {name: good_rate(curve) for name, curve in curves.items()}
     rivals = {name: rates[name] for name in peers if name in rates}
     best = max(rivals, key=lambda name: rivals[name], default=None)
-    ratio = round(rates.get(ours, 0.0) / rivals[best], 3) if best and rivals[best] else None
-    return {"rates": rates, "peer": best, "ratio": ratio}
+    mine = rates.get(ours, 0.0)
+    tried = [rate for name in rivals for rate in curves[name]]
+    ratio = round(mine / rivals[best], 3) if best and rivals[best] else None
+    above = round(mine / min(tried), 3) if ratio is None and tried else None
+    return {"rates": rates, "peer": best, "ratio": ratio, "ratio_above": above}
 
 
 def crossovers(a: Curve, b: Curve, field: str) -> list[float]:

@@ -64,6 +64,7 @@ def _verdict(lines: Mapping[str, Any]) -> str:
         itl = f"{equal['ratio']:.2f}x of {equal['peer']} at {equal['rate']}/s" if equal else "no common rate"
         rate = good["rates"].get(name, 0.0)
         times = f" = {good['ratio']:.2f}x of {good['peer']}" if good["ratio"] is not None else ""
+        times = f", over {good['ratio_above']:.1f}x of any peer" if good["ratio_above"] is not None else times
         said.append(f"{name}: p99 ITL {itl}; goodput up to {rate}/s{times}")
     return "\n".join([*said, f"ours and aggregated cross at {lines['crossovers']}"])
 
@@ -78,6 +79,7 @@ def plot(curves: Curves, found: Mapping[str, Any], target: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter
 
     figure, axes = pyplot.subplots(1, len(PANELS), figsize=(4.2 * len(PANELS), 4.2))
     for axis, (name, title, limit, scale) in zip(axes, PANELS, strict=True):
@@ -89,6 +91,9 @@ def plot(curves: Curves, found: Mapping[str, Any], target: Path) -> None:
             axis.axvline(rate, color="#444444", linewidth=1, linestyle=":")
             axis.annotate(f"{rate}", (rate, 1), xycoords=("data", "axes fraction"), fontsize=7, va="bottom")
         axis.set_yscale(scale)
+        if scale == "log":
+            axis.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+            axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axis.set_xlabel("requests/s (1 of 11 has 4,000 tokens)", fontsize=9)
         axis.set_title(title, fontsize=10, pad=14)
         axis.spines[["top", "right"]].set_visible(False)

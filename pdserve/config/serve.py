@@ -183,7 +183,7 @@ class ServeConfig:
         "", help="File with the fleet secret in hex; empty: a new one, or PDSERVE_FLEET_SECRET for the parts."
     )
     decode_pace_s: float = setting(
-        0.05,
+        0.04,
         help="Least time between decode steps while a prefill worker on the same machine computes a prompt "
         "for the same decode worker; up to twice that with many prompts; 0: none. "
         "More throughput for a longer inter-token latency meanwhile.",

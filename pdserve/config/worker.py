@@ -132,7 +132,7 @@ class WorkerConfig:
     )
     nice: int = setting(0, help="Added to the process's nice value at start.", minimum=0, maximum=19)
     decode_pace_s: float = setting(
-        0.05,
+        0.04,
         help="Least time between decode steps while a prefill worker on the same machine computes a prompt "
         "for this worker; 0: none.",
         unit="seconds",

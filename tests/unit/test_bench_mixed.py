@@ -163,9 +163,11 @@ def test_goodput_is_over_the_best_peers() -> None:
         "rates": {"ours": 3.0, "a": 1.0, "b": 2.0},
         "peer": "b",
         "ratio": 1.5,
+        "ratio_above": None,
     }
-    nothing = {"ours": {3.0: run(0.95)}, "a": {1.0: run(0.1)}}
-    assert goodput(nothing, "ours", ["a"])["ratio"] is None
+    nothing = goodput({"ours": {3.0: run(0.95)}, "a": {1.0: run(0.1), 0.5: run(0.2)}}, "ours", ["a"])
+    assert (nothing["ratio"], nothing["ratio_above"]) == (None, 6.0)
+    assert goodput({"ours": {3.0: run(0.95)}}, "ours", ["a"])["ratio_above"] is None
 
 
 def test_crossovers_lie_where_the_lead_changes() -> None:
