@@ -1,6 +1,6 @@
 """How the cost of a step grows: prefill by prompt length, decode by context and batch, beside their floors.
 
-    python -m benchmarks.growth                       # all forms, about 4 minutes: results/growth*.json, .svg
+    python -m benchmarks.growth                       # all forms, under 4 minutes: results/growth*.json, .svg
     python -m benchmarks.growth --forms w8a8          # this one again, about a minute; the others stay
     python -m benchmarks.growth --forms ''            # draws again what results/growth.json has
 
@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.growth_plot import breakdown, decode, prefill
 
 RESULTS = Path(__file__).resolve().parent / "results"
-FORMS = "exact,w8a8,w4a8"
+FORMS = "exact,w8a8,w4a8,w8a8/int8"
 
 
 def measure(form: str, seconds: float) -> dict[str, Any]:
