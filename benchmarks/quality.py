@@ -28,6 +28,7 @@ from pdserve.calibrate.forward import PlainDecoder
 from pdserve.calibrate.quality import compare, passes
 from pdserve.calibrate.quantise import Options, product_of, quantise
 from pdserve.calibrate.report import plot_layers
+from pdserve.calibrate.served import attend_int8
 from pdserve.models.loaded import LoadedModel
 from pdserve.models.loader import load_model
 from pdserve.models.weights import HEAD
@@ -42,11 +43,20 @@ LENGTH = 512
 CALIBRATION_TOKENS = 4096
 FOLDED = "w8a8-smoothquant+v"
 PLAIN = ("bfloat16", "gguf-as-stored", "gguf-as-stored-a8")
-CACHES = ("kv-int8", "kv-e4m3", "kv-e5m2")
+CACHES = {
+    "kv-int8": KVForm(kind="int8"),
+    "kv-int8-token": KVForm(kind="int8", page_size=1),
+    "kv-e4m3": KVForm(kind="e4m3"),
+    "kv-e5m2": KVForm(kind="e5m2"),
+}
+"""A scale by head and page; "token": by head and token."""
+SERVED = "kv-int8-served"
+"""The kernels of `--kv-dtype int8` themselves."""
 FIRST = (
-    "w8a8-rtn", "w8a8-smoothquant", "kv-int8", "w4a16-rtn-g32", "w4a16-awq-g32", "w4a16-rtn-g64",
-    "w4a16-awq-g64", "w4a16-rtn-g128", "w4a16-awq-g128", *PLAIN, "w8a16-rtn", FOLDED, "w8a8-static",
-    "w8a8-smoothquant-static", "kv-e4m3", "kv-e5m2", "w8a8-fp8-e4m3", "w4a8-rtn-g32", "w4a16-gptq-g32",
+    "w8a8-rtn", "w8a8-smoothquant", "kv-int8", "kv-int8-token", SERVED, "w4a16-rtn-g32", "w4a16-awq-g32",
+    "w4a16-rtn-g64", "w4a16-awq-g64", "w4a16-rtn-g128", "w4a16-awq-g128", *PLAIN, "w8a16-rtn", FOLDED,
+    "w8a8-static", "w8a8-smoothquant-static", "kv-e4m3", "kv-e5m2", "w8a8-fp8-e4m3", "w4a8-rtn-g32",
+    "w4a16-gptq-g32",
     "w4a16-rtn-sym-g32", "w8a16-fp8-e4m3", "w8a8-fp8-e5m2", "w4a16-clip-g32", "w4a16-gptq-g128",
 )  # fmt: skip
 """In this order, so that an interrupted run has what matters most."""
@@ -81,7 +91,9 @@ def decoder_of(name: str, model: LoadedModel, calibration: list[Batch]) -> Plain
     """The model under a row's numerics."""
     exact = PlainDecoder(config=model.config, weights=model.weights)
     if name in CACHES:
-        return dataclasses.replace(exact, kv=KVForm(kind=name.removeprefix("kv-")))
+        return dataclasses.replace(exact, kv=CACHES[name])
+    if name == SERVED:
+        return dataclasses.replace(exact, attend=attend_int8)
     if name == "bfloat16":
         rounded = {n: w.to(torch.bfloat16) for n, w in model.weights.items()}
         return dataclasses.replace(exact, weights=rounded)
@@ -152,7 +164,7 @@ def main() -> None:
             about["evaluation_tokens"] = row["num_tokens"]
             (RESULTS / "quality.json").write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     if not given.names:
-        shown = {n: r["layer_errors"] for n, r in rows.items() if n in FIRST[:9]}
+        shown = {n: r["layer_errors"] for n, r in rows.items() if n in FIRST[:11]}
         plot_layers(RESULTS / "quality.png", shown)
     print(table(rows))
 

@@ -22,6 +22,8 @@ from pdserve.quant.kv import KVForm
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """[M, K] to [M, N], without the bias."""
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""Causal attention of q [B, T, H, D] over k and v [B, T, K, D] with a window (0: all positions): as q."""
 Tap = Callable[[str, torch.Tensor], None]
 """Called with a linear's weight name and its input [M, K], before it runs."""
 
@@ -35,13 +37,15 @@ def require_dense(config: ModelConfig) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainDecoder:
     """weights: by Hugging Face name, any float type. linears: what computes a weight's product instead of it.
-    kv: the cache's form, None for exact. Raises ModelError for a model that is not dense.
+    kv: the cache's form, None for exact. attend: another attention, with a cache of its own; None for exact.
+    Raises ModelError for a model that is not dense.
     """
 
     config: ModelConfig
     weights: Mapping[str, torch.Tensor]
     linears: Mapping[str, Linear] = field(default_factory=dict)
     kv: KVForm | None = None
+    attend: Attend | None = None
 
     def __post_init__(self) -> None:
         require_dense(self.config)
@@ -108,13 +112,17 @@ class PlainDecoder:
         q, k = _rotate(q, k, c)
         if self.kv is not None:
             k, v = self.kv.fake(k), self.kv.fake(v)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            _wide(k, c.num_heads),
-            _wide(v, c.num_heads),
-            attn_mask=_mask(heads[1], c.windows[layer]),
-        )
-        return self._linear(f"{stem}o_proj", out.transpose(1, 2).reshape(*heads, -1), tap)
+        out_BTHD = (self.attend or attend_exactly)(q, k, v, c.windows[layer])
+        return self._linear(f"{stem}o_proj", out_BTHD.reshape(*heads, -1), tap)
+
+
+def attend_exactly(q_BTHD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+    """The attention of `Attend` in float32, over keys and values as they are."""
+    _, tokens, num_heads, _ = q_BTHD.shape
+    out_BHTD = torch.nn.functional.scaled_dot_product_attention(
+        q_BTHD.transpose(1, 2), _wide(k, num_heads), _wide(v, num_heads), attn_mask=_mask(tokens, window)
+    )
+    return out_BHTD.transpose(1, 2)
 
 
 def _wide(rows_BTKD: torch.Tensor, num_heads: int) -> torch.Tensor:

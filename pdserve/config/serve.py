@@ -88,7 +88,9 @@ class ServeConfig:
     )
     dtype: str = setting("bfloat16", help="Number type of weights and activations.", choices=DTYPES)
     kv_dtype: str | None = setting(
-        None, help="Number type of KV pages. Auto: by precision.", choices=KV_DTYPES
+        None,
+        help="Number type of KV pages: dtype, or int8 with a scale by token and head. Auto: by precision.",
+        choices=KV_DTYPES,
     )
     precision: str = setting(
         EXACT,

@@ -15,7 +15,7 @@ from pdserve.types import Role
 DTYPES = ("float32", "bfloat16")
 TRANSPORTS = ("shm", "tcp", "nixl")
 INT8 = "int8"
-KV_DTYPES = DTYPES
+KV_DTYPES = (*DTYPES, INT8)
 RANK_ATTENTION = ("divided", "repeated", "rows")
 RANK_EXCHANGES = ("shm", "gloo")
 MAX_TP = 64
@@ -46,7 +46,9 @@ class WorkerConfig:
     )
     dtype: str = setting("bfloat16", help="Number type of weights and activations.", choices=DTYPES)
     kv_dtype: str | None = setting(
-        None, help="Number type of KV pages. Auto: by precision.", choices=KV_DTYPES
+        None,
+        help="Number type of KV pages: dtype, or int8 with a scale by token and head. Auto: by precision.",
+        choices=KV_DTYPES,
     )
     precision: str = setting(
         EXACT, help="exact: the model's own numbers; fast: what suits role and hardware.", choices=PRECISIONS
@@ -153,7 +155,7 @@ class WorkerConfig:
             raise ConfigError("rank_attention: repeated is for aggregated workers that exchange over shm")
         if self.tp > 1 and self.weights not in (None, EXACT):
             raise ConfigError(f"weights: {NO_QUANTISED_RANKS}")
-        if self.tp > 1 and self.page_dtype == INT8:
+        if self.page_dtype == INT8 and self.tp > 1:
             raise ConfigError(f"kv_dtype: {NO_INT8_RANKS}")
         if not self.transports:
             raise ConfigError("transports: name at least one")

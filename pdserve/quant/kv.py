@@ -1,7 +1,8 @@
 """Numerics of a quantised KV cache: one scale for each head, page and part (K or V), as a plain reference.
+With pages of one token the scales are those of `--kv-dtype int8`: one for each head and token.
 
 What lives here: fake quantisation of keys (after RoPE, as pages hold them) and values. What does not: the
-layout of quantised pages and kernels that read them.
+layout of quantised pages and kernels that read them (`pdserve.kernels.kv_view`), which also round queries.
 
 A scale is max |x| over the page's rows of the head, over the greatest value of the type (127, 448, 57344).
 Rows of a page that are not written yet do not count.

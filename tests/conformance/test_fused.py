@@ -42,13 +42,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: tiny_models.save(model, tmp_path_factory.mktemp(name)) for name, model in made.items()}
 
 
-def pages_of(model: LoadedModel) -> KVView:
+def pages_of(model: LoadedModel, dtype: str | None = None) -> KVView:
     config = model.config
-    page = config.num_layers * 2 * config.num_kv_heads * config.head_dim * PAGE
+    row = config.head_dim + (4 if dtype == "int8" else 0)
+    page = config.num_layers * 2 * config.num_kv_heads * row * PAGE
     return KVView(
-        storage=torch.zeros(PAGES * page, dtype=DTYPES[model.dtype]), page_stride=page, num_pages=PAGES,
-        num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-        page_size=PAGE, dtype=model.dtype,
+        storage=torch.zeros(PAGES * page, dtype=torch.uint8 if dtype == "int8" else DTYPES[model.dtype]),
+        page_stride=page, num_pages=PAGES, num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+        page_size=PAGE, dtype=dtype or model.dtype,
     )  # fmt: skip
 
 
@@ -74,24 +76,27 @@ def run(model: Model, view: KVView, vocab: int) -> list[torch.Tensor]:
 
 @both_dtypes
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("pages", [None, "int8"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral"])
 def test_logits_and_pages_are_those_of_single_operators(
-    name: str, scheme: str, dtype: str, folders: dict[str, Path]
+    name: str, pages: str | None, scheme: str, dtype: str, folders: dict[str, Path]
 ) -> None:
     model = load_model(str(folders[name]), dtype)
     pack = packer(scheme, {}, deterministic=False)
     plain = build_decoder(model.config, model.weights, deterministic=False, pack=pack)
     whole = fused(plain)
     assert isinstance(whole, FusedDecoder)
-    views = pages_of(model), pages_of(model)
+    views = pages_of(model, pages), pages_of(model, pages)
     pairs = zip(
         run(plain, views[0], model.config.vocab_size),
         run(whole, views[1], model.config.vocab_size),
         strict=True,
     )
     for wanted, got in pairs:
+        assert wanted.isfinite().all()
         assert torch.equal(got, wanted)
     assert torch.equal(views[0].storage, views[1].storage)
+    assert views[0].storage.any()
 
 
 def test_pages_outside_the_pool_are_refused(folders: dict[str, Path]) -> None:

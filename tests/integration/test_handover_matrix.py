@@ -1,8 +1,9 @@
 """Disaggregated equals aggregated, token for token, over the handover's configurations.
 
-{1P1D, 2P2D} x {shm, tcp} x {page 16, 32} x {chunk 64, 512} x {with, without forced preemption}, and in each
-of them {cold, prefix hit on P, prefix hit on D}. `make test` runs a subset in which every two settings meet;
-`make test-full` all of them. Each run's ledger shows that the handover took place (conventions.md, Tests).
+{1P1D, 2P2D} x {shm, tcp} x {page 16, 32} x {chunk 64, 512} x {with, without forced preemption} x {pages of
+float32, int8}, and in each of them {cold, prefix hit on P, prefix hit on D}. `make test` runs a subset in
+which every two settings meet; `make test-full` all of them. Each run's ledger shows that the handover took
+place (conventions.md, Tests).
 """
 
 from __future__ import annotations
@@ -37,6 +38,13 @@ class Cell:
     page_size: int
     chunk: int
     preempt: bool
+    pages: str
+
+    @property
+    def page_bytes(self) -> int:
+        """Of 30 layers' K and V of 3 heads of 64 numbers; in int8 with a scale by token and head."""
+        row = {"float32": 64 * 4, "int8": 64 + 4}[self.pages]
+        return 30 * 2 * 3 * self.page_size * row
 
     @property
     def num_pages(self) -> int:
@@ -46,17 +54,22 @@ class Cell:
 
     def __str__(self) -> str:
         kind = "preempt" if self.preempt else "room"
-        return f"{self.pairs}P{self.pairs}D-{self.transport}-p{self.page_size}-c{self.chunk}-{kind}"
+        return (
+            f"{self.pairs}P{self.pairs}D-{self.transport}-p{self.page_size}-c{self.chunk}-{kind}-{self.pages}"
+        )
 
 
 ALL = [
-    Cell(*values) for values in itertools.product((1, 2), ("shm", "tcp"), (16, 32), (64, 512), (False, True))
+    Cell(*values)
+    for values in itertools.product(
+        (1, 2), ("shm", "tcp"), (16, 32), (64, 512), (False, True), ("float32", "int8")
+    )
 ]
 
 
 def meetings(cell: Cell) -> set[tuple[int, object, int, object]]:
     """Pairs of settings that this cell shows together."""
-    values = (cell.pairs, cell.transport, cell.page_size, cell.chunk, cell.preempt)
+    values = (cell.pairs, cell.transport, cell.page_size, cell.chunk, cell.preempt, cell.pages)
     return {(i, values[i], j, values[j]) for i, j in itertools.combinations(range(len(values)), 2)}
 
 
@@ -74,7 +87,7 @@ def pairwise() -> list[Cell]:
 SUBSET = pairwise()
 CELLS = [pytest.param(c, id=str(c), marks=() if c in SUBSET else pytest.mark.full) for c in ALL]
 
-_reference: dict[tuple[int, ...], list[int]] = {}
+_reference: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
 
 def prompts(cell: Cell) -> list[tuple[int, ...]]:
@@ -86,13 +99,16 @@ def prompts(cell: Cell) -> list[tuple[int, ...]]:
     ]
 
 
-async def reference(fleet: dx.Direct, tokens: tuple[int, ...], preempt: bool) -> list[int]:
-    """The aggregated answer: computed by one worker alone, no cache; once for all cells."""
-    if tokens not in _reference:
-        alone = fleet.ask(tokens, mode=HandoverMode.LOCAL, use_prefix_cache=False, sampling=sampling(preempt))
-        _reference[tokens], ended = await dx.generate(alone)
+async def reference(fleet: dx.Direct, tokens: tuple[int, ...], cell: Cell) -> list[int]:
+    """The aggregated answer: computed by one worker alone, no cache; once for all cells with such pages."""
+    name = cell.pages, tokens
+    if name not in _reference:
+        alone = fleet.ask(
+            tokens, mode=HandoverMode.LOCAL, use_prefix_cache=False, sampling=sampling(cell.preempt)
+        )
+        _reference[name], ended = await dx.generate(alone)
         assert ended.ledger.decode_computed_prompt_tokens == len(tokens)
-    return _reference[tokens]
+    return _reference[name]
 
 
 def sampling(preempt: bool) -> SamplingParams:
@@ -124,7 +140,7 @@ def check(cell: Cell, tokens: tuple[int, ...], ended: Ended, hits_on: str) -> No
     assert ledger.transfer.hit_pages == hits
     assert ledger.transfer.pages == pages - hits
     assert ledger.transfer.path == cell.transport
-    assert ledger.transfer.bytes % ledger.transfer.pages == 0
+    assert ledger.transfer.bytes == ledger.transfer.pages * cell.page_bytes
     cached = usable * cell.page_size if hits_on == "prefill" else 0
     assert ledger.prefill_cached_tokens == cached
     assert ledger.prefill_computed_tokens == len(tokens) - cached
@@ -137,13 +153,14 @@ async def test_every_stream_equals_the_aggregated_one(cell: Cell) -> None:
         cell.pairs,
         transports=(cell.transport,),
         page_size=cell.page_size,
+        kv_dtype=cell.pages,
         num_pages=cell.num_pages,
         prefill_chunk_tokens=cell.chunk,
         token_budget=2 * cell.chunk,
     )
     try:
         asked = prompts(cell)
-        wanted = [await reference(fleets[0], tokens, cell.preempt) for tokens in asked]
+        wanted = [await reference(fleets[0], tokens, cell) for tokens in asked]
         # Warm every worker's cache with the same pages first where hits are wanted.
         retractions = 0
         for hits_on in ("nobody", "prefill", "decode"):

@@ -14,6 +14,7 @@ from pdserve.calibrate.folds import fold, pairs
 from pdserve.calibrate.forward import PlainDecoder
 from pdserve.calibrate.quality import compare, passes
 from pdserve.calibrate.quantise import Options, QuantisedModel, quantise, stored_form
+from pdserve.calibrate.served import attend_int8
 from pdserve.calibrate.write import new_directory, write_forms
 from pdserve.errors import ConfigError, ModelError
 from pdserve.models.loaded import LoadedModel
@@ -103,6 +104,13 @@ def test_schemes_that_need_text_say_so(model: LoadedModel) -> None:
 def test_a_quantised_cache_is_near_the_exact_one(model: LoadedModel, kind: str) -> None:
     quality = compare(exact(model), replace(exact(model), kv=KVForm(kind=kind)), text(4))
     assert 0 < quality.kl < 0.1
+
+
+def test_scales_by_token_are_nearer_and_the_kernels_near_them(model: LoadedModel) -> None:
+    forms = {"kv": KVForm(page_size=16)}, {"kv": KVForm(page_size=1)}, {"attend": attend_int8}
+    by_page, by_token, served = (compare(exact(model), replace(exact(model), **f), text(4)).kl for f in forms)
+    assert 0 < by_token < by_page
+    assert by_token < served < 0.1
 
 
 def test_the_same_model_has_no_distance_from_itself(model: LoadedModel) -> None:

@@ -28,8 +28,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load_model(str(folder), request.param)
 
 
-def runner_of(model: LoadedModel, num_pages: int = 32) -> tuple[ModelRunner, KVPool]:
-    layout = page_layout(model.config, page_size=PAGE, dtype=model.dtype)
+def runner_of(
+    model: LoadedModel, num_pages: int = 32, dtype: str | None = None
+) -> tuple[ModelRunner, KVPool]:
+    layout = page_layout(model.config, page_size=PAGE, dtype=dtype or model.dtype)
     pool = KVPool.create(layout, num_pages, pool_id=3)
     return ModelRunner(model, pool, deterministic=True, capture_logits=True), pool
 
@@ -62,14 +64,17 @@ def page_bytes(pool: KVPool, pages: Sequence[int]) -> list[bytes]:
 
 
 @pytest.mark.smoke
-def test_logits_and_pages_do_not_depend_on_neighbours_or_chunks(model: LoadedModel) -> None:
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_logits_and_pages_do_not_depend_on_neighbours_or_chunks(
+    model: LoadedModel, dtype: str | None
+) -> None:
     """Bit for bit, in both dtypes: alone at once, alone in pieces, and beside others on other pages."""
     prompt = tokens(75)
-    alone, pool = runner_of(model)
+    alone, pool = runner_of(model, dtype=dtype)
     alone.execute(plan(step("a", prompt, range(5)), zero_pages=(0, 1, 2, 3, 4)))
     expected, pages = alone.last_logits["a"], page_bytes(pool, range(5))
 
-    crowd, crowded = runner_of(model)
+    crowd, crowded = runner_of(model, dtype=dtype)
     table = (20, 3, 9, 11, 30)
     others = [step(f"o{i}", tokens(1 + 13 * i, i), range(21 + 2 * i, 23 + 2 * i)) for i in range(3)]
     crowd.execute(plan(others[0], step("a", prompt[:10], table, sample=False), zero_pages=table))
@@ -87,8 +92,9 @@ def test_only_sequences_that_are_sampled_have_tokens(model: LoadedModel) -> None
     assert runner.execute(plan(step("a", tokens(4), [0], 9, sample=False))).tokens == {}
 
 
-def test_pages_are_zeroed_then_copied_then_written(model: LoadedModel) -> None:
-    runner, pool = runner_of(model)
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_pages_are_zeroed_then_copied_then_written(model: LoadedModel, dtype: str | None) -> None:
+    runner, pool = runner_of(model, dtype=dtype)
     runner.execute(plan(step("a", tokens(20), [0, 1]), zero_pages=(0, 1)))
     pool.page_view(2)[:] = b"\xff" * pool.page_bytes
     fork = runner.execute(plan(step("b", [7], [0, 2], 20), zero_pages=(2,), copies=((1, 2),)))
@@ -210,3 +216,28 @@ def test_preempted_and_shared_work_gives_the_same_tokens(model: LoadedModel) -> 
     assert {n.removeprefix("again-"): t for n, t in generate(tight, again, 30).items() if n in again} == roomy
     assert tight.manager.idle
     assert tight.manager.check_integrity() == ""
+
+
+class TestPagesOfBytes:
+    def test_numerics_name_the_pages(self, model: LoadedModel) -> None:
+        plain, bytes8 = runner_of(model)[0], runner_of(model, dtype="int8")[0]
+        assert plain.numerics_id != bytes8.numerics_id
+        assert runner_of(model, dtype="int8")[0].numerics_id == bytes8.numerics_id
+
+    def test_pages_of_another_float_type_are_refused(self, model: LoadedModel) -> None:
+        other = {"float32": "bfloat16", "bfloat16": "float32"}[model.dtype]
+        with pytest.raises(ConfigError, match="another model, dtype"):
+            runner_of(model, dtype=other)
+
+    def test_a_value_that_is_no_number_fails_its_sequence_alone(self, model: LoadedModel) -> None:
+        """A scale that is not a number, as a row with one leaves it, comes out in the logits."""
+        runner, pool = runner_of(model, dtype="int8")
+        runner.execute(plan(step("a", tokens(20), [0, 1], sample=False), step("b", tokens(9), [2])))
+        part = pool.layout.part_bytes
+        scales = pool.page_view(0)[part - 4 * PAGE * pool.layout.num_kv_heads : part].cast("f")
+        scales[3] = float("nan")
+        del scales
+        result = runner.execute(plan(step("a", [5], [0, 1], 20), step("b", [6], [2], 9)))
+        assert set(result.tokens) == {"b"}
+        assert result.failed is not None
+        assert "not numbers" in result.failed["a"]
