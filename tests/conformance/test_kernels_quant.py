@@ -137,6 +137,24 @@ def test_a_row_does_not_depend_on_the_others(kind: str, dtype: str) -> None:
         assert torch.equal(layer(x[:rows], out_float32=True)[:40], alone[: min(rows, 40)]), rows
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["int8", "int8-by-group", "int4"]),
+    st.integers(1, 90), st.integers(1, 150), st.integers(1, 300), st.integers(1, 90),
+)  # fmt: skip
+def test_every_choice_of_kernel_gives_equal_bits(
+    kind: str, rows: int, num_out: int, num_in: int, part: int
+) -> None:
+    """Kernels are chosen by the number of rows: cut into parts of any size, rows meet other ones."""
+    if kind == "int4":
+        layer = pack_int4(*int4_parts(num_out, num_in, 32), group_size=32)
+    else:
+        layer = pack_int8(*int8_parts(num_out, num_in)[:2], by_group=kind == "int8-by-group")
+    x = rows_of(rows, num_in)
+    parts = torch.cat([layer(x[at : at + part], out_float32=True) for at in range(0, rows, part)])
+    assert torch.equal(layer(x, out_float32=True), parts)
+
+
 @each_layer
 def test_threads_do_not_matter(kind: str) -> None:
     layer, x = built(kind), rows_of(70, 1100)

@@ -3,6 +3,8 @@
 // (int8.cpp, int4.cpp).
 #pragma once
 
+#include <algorithm>
+
 #include "simd.h"
 
 #ifdef PDS_AVX512
@@ -17,7 +19,8 @@ PDS_INLINE vi to_int(vf a) { return _mm512_cvtps_epi32(a); }  // half to even
 PDS_INLINE vf load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 PDS_INLINE void store_bytes(int8_t* p, vi a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
 PDS_INLINE int32_t sum_lanes(vi a) { return _mm512_reduce_add_epi32(a); }
-PDS_INLINE vf magnitude(vf a) { return _mm512_abs_ps(a); }
+PDS_INLINE vi imax(vi a, vi b) { return _mm512_max_epi32(a, b); }
+PDS_INLINE int32_t max_lanes(vi a) { return _mm512_reduce_max_epi32(a); }
 #if defined(__AVX512VNNI__)
 PDS_INLINE vi dot4(vi acc, vi weights, vi x) { return _mm512_dpbusd_epi32(acc, weights, x); }
 #else
@@ -43,13 +46,17 @@ PDS_INLINE void store_bytes(int8_t* p, vi a) {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
 }
+PDS_INLINE vi imax(vi a, vi b) { return _mm256_max_epi32(a, b); }
 PDS_INLINE int32_t sum_lanes(vi a) {
-    int32_t lanes[VW], total = 0;
-    _mm256_storeu_si256((__m256i*)lanes, a);
-    for (int32_t lane : lanes) total += lane;
-    return total;
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
-PDS_INLINE vf magnitude(vf a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+PDS_INLINE int32_t max_lanes(vi a) {
+    __m128i four = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
 #if defined(__AVXVNNI__)
 PDS_INLINE vi dot4(vi acc, vi weights, vi x) { return _mm256_dpbusd_avx_epi32(acc, weights, x); }
 #else
@@ -110,42 +117,74 @@ template <class T> PDS_INLINE vf load_or_zero(const T* x, long at, long cols) {
     return at < cols ? load_as_float(x + at, first(static_cast<int>(cols - at))) : vzero();
 }
 
+// A magnitude's bits: as integers they are in the order of the magnitudes, infinities and then NaNs above all numbers.
+PDS_INLINE vi magnitude_bits(vf x) { return iand(as_int(x), iset(0x7fffffffu)); }
+
+// The greatest magnitude; a NaN where there is a value that is not a finite number.
+PDS_INLINE float top_of(vi bits) {
+    const int32_t top = max_lanes(bits);
+    if (top >= 0x7f800000) return NAN;
+    float x;
+    std::memcpy(&x, &top, sizeof(x));
+    return x;
+}
+
+template <class T> PDS_INLINE float top_of(const T* x, long from, long to, long cols) {
+    vi top = izero();
+    long i = from;
+    for (; i + VW <= std::min(to, cols); i += VW) top = imax(top, magnitude_bits(load_as_float(x + i)));
+    for (; i < to; i += VW) top = imax(top, magnitude_bits(load_or_zero(x, i, cols)));
+    return top_of(top);
+}
+
 // Codes [from, to) of a row; returns their sum. `to` may lie beyond the inputs: zeros.
 template <class T> PDS_INLINE int32_t put_codes(int8_t* codes, const T* x, long from, long to, long cols, float inverse) {
     vi total = izero();
-    for (long i = from; i < to; i += VW) {
-        const vi code = to_int(vmul(load_or_zero(x, i, cols), vset(inverse)));
+    const auto put = [&](long i, vf v) {
+        const vi code = to_int(vmul(v, vset(inverse)));
         total = iadd(total, code);
         store_bytes(codes + i, code);
-    }
+    };
+    long i = from;
+    for (; i + VW <= std::min(to, cols); i += VW) put(i, load_as_float(x + i));
+    for (; i < to; i += VW) put(i, load_or_zero(x, i, cols));
     return sum_lanes(total);
 }
 
-// The greatest magnitude; a NaN where there is a value that is not a finite number (a maximum alone would lose it).
-template <class T> PDS_INLINE float top_of(const T* x, long from, long to, long cols) {
-    vf top = vzero(), rest = vzero();
-    for (long i = from; i < to; i += VW) {
-        const vf v = load_or_zero(x, i, cols);
-        top = vmax(top, magnitude(v));
-        rest = fma(v, vzero(), rest);
+// Scales and codes of kGroup inputs; WHOLE: none of them lies beyond the last.
+template <bool WHOLE, class T> PDS_INLINE void quantise_group(const Rows8& to, int8_t* codes, long at, const T* x, long from, long cols) {
+    constexpr int N = kGroup / VW;
+    vf v[N];
+    vi top = izero(), total = izero();
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i++) {
+        v[i] = WHOLE ? load_as_float(x + from + i * VW) : load_or_zero(x, from + i * VW, cols);
+        top = imax(top, magnitude_bits(v[i]));
     }
-    return max_lanes(top) + sum_lanes(rest);
+    const Scale scale(top_of(top));
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i++) {
+        const vi code = to_int(vmul(v[i], vset(scale.inverse)));
+        total = iadd(total, code);
+        store_bytes(codes + from + i * VW, code);
+    }
+    to.scales[at] = scale.scale;
+    to.totals[at] = sum_lanes(total);
+    to.sums[at] = scale.scale * static_cast<float>(to.totals[at]);
 }
 
 template <class T> PDS_INLINE void quantise_row(const Rows8& to, long row, const T* x, long cols, bool by_group) {
     int8_t* codes = to.codes + row * to.row_bytes;
-    const long padded = groups_of(cols) * kGroup;
     if (!by_group) {
+        const long padded = groups_of(cols) * kGroup;
         const Scale scale(top_of(x, 0, padded, cols));
         to.scales[row] = scale.scale;
         to.totals[row] = put_codes(codes, x, 0, padded, cols, scale.inverse);
         return;
     }
     for (long g = 0; g < to.groups; g++) {
-        const Scale scale(top_of(x, g * kGroup, (g + 1) * kGroup, cols));
-        const int32_t total = put_codes(codes, x, g * kGroup, (g + 1) * kGroup, cols, scale.inverse);
-        to.scales[row * to.groups + g] = scale.scale;
-        to.totals[row * to.groups + g] = total;
-        to.sums[row * to.groups + g] = scale.scale * static_cast<float>(total);
+        const long at = row * to.groups + g;
+        if ((g + 1) * kGroup <= cols) quantise_group<true>(to, codes, at, x, g * kGroup, cols);
+        else quantise_group<false>(to, codes, at, x, g * kGroup, cols);
     }
 }

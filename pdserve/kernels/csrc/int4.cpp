@@ -67,7 +67,7 @@ template <int MR, int NP> void block(const Product& p, long row, long panel) {
 #pragma GCC unroll 4
                 for (int i = 0; i < NP; i++) {
                     const uint8_t* at = w[i] + v * VW * 4;
-                    if constexpr (MR <= 4) _mm_prefetch(reinterpret_cast<const char*>(at + kAheadBytes), _MM_HINT_T0);
+                    _mm_prefetch(reinterpret_cast<const char*>(at + kAheadBytes), _MM_HINT_T0);
                     const vi pair = iload(reinterpret_cast<const u32*>(at));
                     codes[i][0] = iand(pair, low_half);
                     codes[i][1] = iand(ishift_down(pair, 4), low_half);

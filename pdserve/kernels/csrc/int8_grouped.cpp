@@ -43,8 +43,8 @@ template <int MR> void block(const Product& p, long row, long panel) {
             for (int v = 0; v < NVP; v++) dots[r][v] = iset(static_cast<u32>(-128 * p.rows.totals[(row + r) * p.rows.groups + g]));
         const long end = std::min((g + 1) * (kGroup / 4), p.steps);
         for (long s = g * (kGroup / 4); s < end; s++, w += NR) {
-            if constexpr (MR <= 2)
-                for (int v = 0; v < NVP; v++) _mm_prefetch(reinterpret_cast<const char*>(w + kAhead + v * VW), _MM_HINT_T0);
+            for (int v = 0; v < NVP; v++)
+                _mm_prefetch(reinterpret_cast<const char*>(w + kAhead + v * VW), _MM_HINT_T0);
             const vi column[NVP] = {iload(w), iload(w + VW)};
 #pragma GCC unroll 16
             for (int r = 0; r < MR; r++) {
