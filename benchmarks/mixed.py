@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -198,6 +199,7 @@ def main(
 ) -> None:
     """Some 15 minutes (--quick 2, --pilot 6). Only a run without flags becomes `results/mixed.*`."""
     began, usual = time.perf_counter(), len(sys.argv) == 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # everything started is stopped
     names = [n for n in SETTINGS if not (quick and n == VLLM)] if systems == "all" else systems.split(",")
     if unknown := [n for n in names if n not in SETTINGS]:
         raise typer.BadParameter(f"there is no {unknown[0]}; choose from {', '.join(SETTINGS)}")
