@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pdserve.client import Client, FleetStatus
 from pdserve.config import ServeConfig
+from pdserve.config.precision import STRICT
 from pdserve.errors import Unavailable
 from pdserve.fleet.placement import thread_variables
 from pdserve.types import Role
@@ -40,7 +41,7 @@ class Stack:
         self._secret = secrets.token_hex(32)
         self._processes: list[subprocess.Popen[str]] = []
         try:
-            self.address = self._start_router()
+            self.address = self._start_router(config)
             self.client = Client(self.address)
             names = [(f"{role}-{i}", role) for role, count in config.wanted().items() for i in range(count)]
             for name, role in names:
@@ -54,8 +55,9 @@ class Stack:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
         return kept | {"PYTHONPATH": str(self._tree), "PDSERVE_FLEET_SECRET": self._secret}
 
-    def _start_router(self) -> str:
+    def _start_router(self, config: ServeConfig) -> str:
         command = [sys.executable, "-m", "pdserve.cli", "router", "--port", "0", "--metrics-port", "0"]
+        command += ["--kv-mixing", config.kv_mixing or STRICT]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=self._environ(), cwd=self._tree
         )
