@@ -108,7 +108,7 @@ class TestValues:
         heads = HEADS["smollm2-gqa"]
         kv, pages = filled8(heads, [700])
         meta = AttentionMeta.build([tokens], [700], pages, page_size=16)
-        for size in (0, 1e-30, 1, 30, 1e4):
+        for size in (0, 1e-30, 1, 30, 1e4, 1e9, 1e15):
             q = randn(dtype, tokens, 9, 64) * size
             got = paged_attention(q, kv, 1, meta, scale=0.3)
             plain = paged_attention_reference(q.float(), kv, 1, meta, scale=0.3)

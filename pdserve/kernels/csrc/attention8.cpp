@@ -161,12 +161,12 @@ struct Kernels {
 
 const Kernels kernels;
 
-// 2^(score * scale - top) for a whole number top, at least 2^kFaintest where `floor` is that score; relative error 1e-4,
-// a fortieth of a code's. A NaN stays one.
-PDS_INLINE vf weight_of(vf score, vf floor, vf scale, vf top) {
-    const vf base = vsub(vset(kMagic), top), x = vmax(floor, score);
-    const vf magic = fma(x, scale, base);
-    const vf r = fma(x, scale, vsub(base, magic));
+// 2^(score * scale - top), at least 2^kFaintest; relative error 1e-4, a fortieth of a code's. A NaN stays one. Rounded
+// after the product, as the top was: the greatest score is then at most 0 from it, whatever its size.
+PDS_INLINE vf weight_of(vf score, vf scale, vf top) {
+    const vf x = vmax(vset(kFaintest), vsub(vmul(score, scale), top));
+    const vf magic = vadd(x, vset(kMagic));
+    const vf r = vsub(x, vsub(magic, vset(kMagic)));
     vf p = vset(5.51716685e-2f);
     p = fma(p, r, vset(2.42611125e-1f));
     p = fma(p, r, vset(6.93260968e-1f));
@@ -220,20 +220,19 @@ float strangeness(const float* v_scales, Seen seen) {
     return sum_lanes(rest);
 }
 
-// The running maximum with `most` in it, and the faintest score that still counts.
-float raise_top(const Work& w, int row, float most) {
+// Takes the greatest score of a span into the running maximum.
+void raise_top(const Work& w, int row, float most) {
     const float scale = w.scale[row], before = w.top[row];
     const float now = most == kLowest ? before : std::max(before, std::ceil(most * scale));
     w.rescale[row] = now == before ? 1.0f : before == kLowest ? 0.0f : first_lane(vexp2(vset(before - now)));
     w.top[row] = now;
-    return scale > 0 ? (now + kFaintest) / scale : 0.0f;
 }
 
 // Scores that a row sees to weights times V's scales; returns the greatest.
-float weigh_scores(const Work& w, int row, float* scores, Seen seen, float faintest) {
-    const vf top = vset(w.top[row]), scale = vset(w.scale[row]), floor = vset(faintest);
+float weigh_scores(const Work& w, int row, float* scores, Seen seen) {
+    const vf top = vset(w.top[row]), scale = vset(w.scale[row]);
     vf total = vmul(vload(w.totals + row * VW), vset(w.rescale[row])), greatest = vzero();
-    seen.each([&](int i) { return weight_of(vload(scores + i), floor, scale, top); },
+    seen.each([&](int i) { return weight_of(vload(scores + i), scale, top); },
               [&](int i, vf weight, bool whole) {
                   vf scaled = vmul(weight, vload(w.v_scales + i));
                   if (!whole) {
@@ -273,9 +272,9 @@ void soften(const Work& w, int row, int end, const Span& span, int64_t window, b
                          static_cast<int>(std::clamp<int64_t>(high, 0, kSpan))};
         most[r - row] = greatest_score(w.scores + (r - row) * kSpan, seen[r - row]);
     }
-    for (int r = row; r < end; r++) most[r - row] = raise_top(w, r, most[r - row]);
+    for (int r = row; r < end; r++) raise_top(w, r, most[r - row]);
     for (int r = row; r < end; r++) {
-        most[r - row] = weigh_scores(w, r, w.scores + (r - row) * kSpan, seen[r - row], most[r - row]);
+        most[r - row] = weigh_scores(w, r, w.scores + (r - row) * kSpan, seen[r - row]);
         if (strange) most[r - row] += strangeness(w.v_scales, seen[r - row]);
     }
     for (int r = row; r < end; r++) put_weights(w, r, r - row, span, seen[r - row], most[r - row]);
