@@ -44,9 +44,15 @@ def _plain(value: Any) -> Any:
 
 def check_target(target: Path | None) -> None:
     """Raises ConfigError, before anything is measured, where the file could not be written."""
-    if target is not None and not target.parent.is_dir():
+    if target is None:
+        return
+    try:
+        folder, taken = target.parent.is_dir(), target.is_dir()
+    except OSError:
+        raise ConfigError("json: no file can have that name there") from None
+    if not folder:
         raise ConfigError("json: there is no such folder")
-    if target is not None and target.is_dir():
+    if taken:
         raise ConfigError("json: that is a folder; name a file")
 
 

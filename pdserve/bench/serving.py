@@ -50,6 +50,11 @@ class Sample:
     error: str | None = None
 
     @property
+    def good(self) -> bool:
+        """Whether it ended well."""
+        return self.error is None and bool(self.arrivals)
+
+    @property
     def tokens(self) -> int:
         """Tokens that came."""
         return sum(count for _, count in self.arrivals)
@@ -137,13 +142,13 @@ def summary(samples: Sequence[Sample], elapsed_s: float, prompt_tokens: int) -> 
     """Times in ms, over requests that ended well; None where there are none. itl: between messages that bring
     tokens. tokens_per_s: of the output, failed requests' too. errors: requests by label.
     """
-    good = [s for s in samples if s.error is None and s.arrivals]
+    good = [s for s in samples if s.good]
     firsts = [s.arrivals[0][0] for s in good]
     gaps = [gap for s in good for gap in s.gaps]
     out: dict[str, Any] = {
         "requests": len(samples),
         "failed": len(samples) - len(good),
-        "errors": dict(Counter(s.error or "no_tokens" for s in samples if s not in good)),
+        "errors": dict(Counter(s.error or "no_tokens" for s in samples if not s.good)),
         "elapsed_s": elapsed_s,
         "output_tokens": sum(s.tokens for s in samples),
         "tokens_per_s": sum(s.tokens for s in samples) / elapsed_s,

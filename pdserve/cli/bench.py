@@ -165,7 +165,9 @@ def _numbers(text: str, option: str, most: int, *, may_be_none: bool = False) ->
     words = [word.strip() for word in text.split(",") if word.strip()]
     if may_be_none and words in ([], ["none"]):
         return []
-    if not words or not all(word.isascii() and word.isdecimal() and 0 < int(word) <= most for word in words):
+    digits = len(str(most))
+    plain = all(word.isascii() and word.isdecimal() and len(word) <= digits for word in words)
+    if not words or not plain or not all(0 < int(word) <= most for word in words):
         raise ConfigError(f"{option}: must be numbers from 1 to {most} with commas between")
     return sorted({int(word) for word in words})
 

@@ -103,6 +103,7 @@ class Sim:
     config: SchedConfig
     num_pages: int
     num_homes: int = 1
+    gap_s: float = 1.0
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     specs: dict[str, SeqSpec] = field(default_factory=dict)
     over: dict[str, SeqEvent | None] = field(default_factory=dict)
@@ -124,7 +125,7 @@ class Sim:
         """A sequence without pages."""
         sampling = SamplingParams(max_tokens=int(fields.pop("max_tokens", 4)), seed=len(seq_id))  # type: ignore[call-overload]
         fields.setdefault("num_prompt", len(token_ids))
-        fields.setdefault("arrival", float(len(self.specs)))
+        fields.setdefault("arrival", self.gap_s * len(self.specs))
         fields.setdefault("kind", SeqKind.FULL)
         spec = SeqSpec(seq_id=seq_id, token_ids=tuple(token_ids), sampling=sampling, **fields)  # type: ignore[arg-type]
         self._take(spec)
@@ -160,7 +161,7 @@ class Sim:
                 token_ids=(*prompt, *first),
                 num_prompt=len(prompt),
                 sampling=sampling,
-                arrival=float(len(self.specs)),
+                arrival=self.gap_s * len(self.specs),
                 num_computed=len(prompt),
                 pages=pages,
                 num_shared=len(hits),

@@ -188,6 +188,16 @@ def test_a_summary_counts_failures_apart_and_messages_of_several_tokens_once() -
     assert found["itl_p99_ms"] == pytest.approx(200.0)
 
 
+def test_a_summary_compares_no_request_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compared(one: Sample, other: object) -> bool:
+        raise AssertionError("a summary of a million requests would take for ever")
+
+    monkeypatch.setattr(Sample, "__eq__", compared)
+    samples = [Sample(started=0.0, arrivals=[(0.1, 1)]), Sample(started=0.0, error="unavailable")] * 2
+    found = summary(samples, 1.0, prompt_tokens=1)
+    assert (found["failed"], found["errors"]) == (2, {"unavailable": 2})
+
+
 def test_a_summary_of_nothing_but_failures_has_no_latencies() -> None:
     found = summary([Sample(started=0.0, error="unavailable")], 1.0, 10)
     assert (found["ttft_p50_ms"], found["itl_p99_ms"], found["tokens_per_s"]) == (None, None, 0.0)

@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.sched.plan import PageReady, SeqFailed, SeqFinished, SeqKind, SeqStopped
 from pdserve.sched.scheduler import SchedConfig, pages_needed
+from pdserve.sched.sequence import PATIENCE_S
 from pdserve.types import FinishReason
 from tests.unit.sched_sim import Sim, oracle
 
@@ -45,7 +46,7 @@ def _submit(sim: Sim, rng: Random) -> None:
         priority=rng.choice([0, 0, 0, -1, 1]),
         kind=SeqKind.PREFILL_ONLY if kind == "prefill_only" else SeqKind.FULL,
         use_prefix_cache=rng.random() < 0.9,
-        arrival=len(sim.specs) + rng.choice([0.0, 0.0, -2.5]),
+        arrival=sim.gap_s * (len(sim.specs) + rng.choice([0.0, 0.0, -2.5])),
     )
 
 
@@ -92,7 +93,8 @@ def _run(seed: int, num_homes: int = 1) -> Counter[str]:
     rng = Random(seed)
     config = _config(rng)
     each = pages_needed(15, 9, config.page_size) + rng.randint(0, 6)
-    sim = Sim(config, num_homes * each, num_homes)
+    gap_s = rng.choice([1.0, 2 * PATIENCE_S])  # with short gaps turns and ages are not in one order
+    sim = Sim(config, num_homes * each, num_homes, gap_s)
     for _ in range(rng.randint(5, 80)):
         _act(sim, rng)
     sim.run()
