@@ -58,6 +58,10 @@ class PageBinder:
         seq.num_computed = len(hits) * self._page_size
         return seq.num_computed
 
+    def cached_rows(self, seq: Seq) -> int:
+        """Rows that a sequence without pages would get from the prefix cache as it is now; holds nothing."""
+        return 0 if seq.pages else len(self._manager.match(self._hit_keys(seq))) * self._page_size
+
     def home(self, seq: Seq) -> int | None:
         """Where its pages are; None without pages."""
         return self._manager.homes.home(seq.pages[0]) if seq.pages else None

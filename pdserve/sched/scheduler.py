@@ -51,7 +51,9 @@ class StepScheduler:
             raise InternalError("a sequence was submitted twice")
         check_spec(spec, self.config.page_size)
         self._num_submitted += 1
-        self._roster.add(Seq(spec, self._num_submitted))
+        seq = Seq(spec, self._num_submitted)
+        seq.need_not_compute(self._binder.cached_rows(seq))
+        self._roster.add(seq)
 
     def cancel(self, seq_id: str) -> bool:
         """Stops a sequence. True: it is out (or was not here), nothing computes on its pages. False: it is in

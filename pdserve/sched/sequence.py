@@ -79,6 +79,10 @@ class Seq:
         """Pages to bind before all rows of `tokens` have a place."""
         return max(0, pages_for(len(self.tokens), page_size) - len(self.pages))
 
+    def need_not_compute(self, num_rows: int) -> None:
+        """Its turn comes sooner by rows that are cached. Only before it is in the roster."""
+        self.turn -= PATIENCE_S * num_rows
+
     def started(self) -> None:
         """Called when it is admitted with its pages: says whether PromptDone is due (see `PromptDone`)."""
         handed_over = self.num_completion > 0 and self.remaining == 1

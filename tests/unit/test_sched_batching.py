@@ -117,6 +117,19 @@ def test_a_short_prompt_overtakes_a_long_one_that_came_before_it() -> None:
     assert set(sim.over) == {"long", "short"}
 
 
+def test_rows_that_are_cached_do_not_put_a_turn_off() -> None:
+    sim = _sim(chunk_tokens=8, token_budget=8, prefix_caching=True)
+    sim.submit("before", [1] * 200, arrival=0.0, max_tokens=1)
+    sim.run()
+    sim.plans.clear()
+    sim.submit("follow-up", [1] * 200 + [2] * 4, arrival=1.0, max_tokens=1)
+    sim.submit("short", [3] * 8, arrival=1.01, max_tokens=1)
+    sim.run()
+    first, second = map(_rows, sim.plans[:2])
+    assert first == [("follow-up", 200, 4), ("short", 0, 4)]
+    assert second == [("short", 4, 4)]
+
+
 def test_a_long_prompt_is_overtaken_for_a_bounded_time_only() -> None:
     sim = _sim(chunk_tokens=8, token_budget=8)
     sim.submit("long", [1] * 200, arrival=0.0)
