@@ -20,6 +20,7 @@ bench_app = typer.Typer(
     help="Measure this machine, the engine or a running router; no peers, no other tools.",
     no_args_is_help=True,
 )
+FORMS = ("exact", "w8a8", "w4a8")
 MAX_TOKENS = 1 << 24
 MAX_SECONDS = 600.0
 PROMPTS = "64,128,256,512,1024,2048,4096,7900"
@@ -29,7 +30,7 @@ Target = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there, as JSON.")
 ]
 Seconds = Annotated[float, typer.Option(help="How long each case is repeated.")]
-Threads = Annotated[int, typer.Option(min=0, help="Of the kernels; 0: OMP_NUM_THREADS, or all.")]
+Threads = Annotated[int, typer.Option(min=0, max=1024, help="Of the kernels; 0: OMP_NUM_THREADS, or all.")]
 PeakMib = Annotated[str, typer.Option(metavar="N,…", help="Sizes (MiB) to measure memory bandwidth at.")]
 PEAK_MIB = "16,64,128,256,512,1024"
 
@@ -46,9 +47,9 @@ def micro(
     json: Target = None,
 ) -> None:
     """Measure memory bandwidth, peaks of products, linear layers and attention. Needs no model."""
-    wished = _names(forms, "forms", ("exact", "w8a8", "w4a8"))
+    wished = _names(forms, "forms", FORMS)
     kinds = _names(pages, "pages", ("bfloat16", "int8"))
-    given = {"rows": _numbers(rows, "rows", 65536), "contexts": _numbers(contexts, "contexts", 65536)}
+    given = {"rows": _numbers(rows, "rows", 65536), "contexts": _numbers(contexts, "contexts", 16384)}
     _check(seconds, json)
     sizes = _sizes(peak_mib)
     from pdserve.bench.micro import MicroWish, measure_micro
@@ -89,6 +90,8 @@ def engine(
     if not given["prompts"] and not given["contexts"]:
         raise ConfigError("prompts: nothing is left to measure; name prompts or contexts")
     _check(seconds, json)
+    _names(weights, "weights", FORMS)
+    _names(dtype, "dtype", ("bfloat16", "float32"))
     if kv_dtype not in ("auto", dtype, "int8"):
         raise ConfigError("kv_dtype: must be auto, the model's dtype or int8")
     if not 0 < pool_gib <= 1024:
@@ -132,6 +135,8 @@ def serving(
         raise ConfigError("rate: give a rate or a concurrency, not both")
     if rate is not None and not 0 < rate <= 100_000:
         raise ConfigError("rate: must be more than 0, at most 100000")
+    if requests * prompt_tokens > MAX_TOKENS:
+        raise ConfigError(f"prompt_tokens: all prompts together are more than {MAX_TOKENS} tokens")
     _check(1.0, json)
     from pdserve.bench.serving import Load
     from pdserve.cli.bench_tables import serving_tables
@@ -181,7 +186,7 @@ def _names(text: str, option: str, known: Sequence[str]) -> list[str]:
 
 
 def _sizes(text: str) -> list[int]:
-    return [size << 20 for size in _numbers(text, "peak_mib", 65536)]
+    return [size << 20 for size in _numbers(text, "peak_mib", 4096)]
 
 
 def _check(seconds: float, json: Path | None) -> None:

@@ -242,7 +242,7 @@ class ServeConfig:
             if self.ranks(role) > 1 and self._weights(role) not in (None, EXACT):
                 raise ConfigError(f"{role}_weights: {NO_QUANTISED_RANKS}")
         self._check_pages()
-        if self.prefill and self.prefill_weights != self.decode_weights and self.kv_mixing == STRICT:
+        if self.prefill and self._unlike_weights() and self.kv_mixing == STRICT:
             raise ConfigError(
                 "kv_mixing: prefill and decode workers with different weights compute different pages; "
                 "allow it with relaxed, or give both the same"
@@ -252,6 +252,13 @@ class ServeConfig:
                 "host: an address beyond loopback needs TLS: give --tls-ca, --tls-cert and --tls-key, "
                 "or --insecure if everyone who can reach it may use it"
             )
+
+    def _unlike_weights(self) -> bool:
+        """Whether prefill and decode workers are sure to compute in different forms: ranks are exact."""
+        if self.prefill_weights != self.decode_weights:
+            return True
+        chosen = self.precision == FAST and self.prefill_weights is None
+        return chosen and (self.prefill_tp > 1) != (self.decode_tp > 1)
 
     def _check_pages(self) -> None:
         if page_dtype(self.kv_dtype, self.dtype) != INT8:

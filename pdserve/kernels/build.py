@@ -163,9 +163,12 @@ def _find_compiler() -> tuple[str, ...]:
 
 
 def _run(command: Sequence[str]) -> str:
-    done = subprocess.run(  # noqa: S603
-        command, capture_output=True, text=True, check=False, timeout=_LIMIT_S
-    )
+    try:
+        done = subprocess.run(  # noqa: S603
+            command, capture_output=True, text=True, check=False, timeout=_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"our C++ did not compile within {_LIMIT_S:g} s") from None
     if done.returncode:
         print(f"\n{done.stderr[-4000:]}", file=sys.stderr)
         raise ConfigError("our C++ did not compile (the compiler's words are above); use g++ 11+")

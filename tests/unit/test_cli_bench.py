@@ -114,6 +114,9 @@ def test_micro_measures_the_machine_and_its_kernels(tmp_path: Path) -> None:
         (["micro", "--json", 300 * "f"], "config_error: json: "),
         (["engine", "--prompts", "none", "--contexts", "none"], "config_error: prompts: "),
         (["engine", "--kv-dtype", "int4"], "config_error: kv_dtype: "),
+        (["engine", "--weights", "w1"], "config_error: weights: "),
+        (["engine", "--dtype", "int3"], "config_error: dtype: "),
+        (["serving", "--requests", "1000000", "--prompt-tokens", "1000"], "config_error: prompt_tokens: "),
         (["engine", "--pool-gib", "-1"], "config_error: pool_gib: "),
         (["serving", "--rate", "1", "--concurrency", "2"], "config_error: rate: "),
         (["serving", "--rate", "0"], "config_error: rate: "),
@@ -135,9 +138,7 @@ def test_what_can_not_be_is_refused_at_once(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--weights", "w1"], "config_error: weights: "),
         (["--prompts", "9999999"], "config_error: prompts: "),
-        (["--dtype", "int3"], "error: "),
         (["--model", "/absent"], "error: model_error: "),
     ],
 )

@@ -131,6 +131,8 @@ class TestSettings:
         assert unlike.resolved().kv_mixing == "relaxed"
         with pytest.raises(ConfigError, match="kv_mixing"):
             replace(unlike, kv_mixing="strict").resolved()
+        with pytest.raises(ConfigError, match="kv_mixing"):
+            ServeConfig(precision="fast", kv_mixing="strict", prefill_tp=2).resolved()
 
     def test_several_ranks_may_be_fast_where_they_stay_exact(self) -> None:
         assert ServeConfig(precision="fast", decode_tp=2).resolved().decode_tp == 2
