@@ -2,7 +2,8 @@
 
 The library is cached under $XDG_CACHE_HOME/pdserve (default ~/.cache/pdserve) by a hash of sources, flags,
 compiler version and CPU flags, and put in place by one rename; a file lock keeps two processes from building
-at once. Loading is `native`.
+at once. It is code that will run here: the folder must be the user's own and is closed to others, and a file
+that is not the one that was built (by its SHA-256, kept beside it) is built again. Loading is `native`.
 """
 
 from __future__ import annotations
@@ -103,16 +104,32 @@ def plan_build(sources: Path = _SOURCES, name: str = "kernels") -> BuildPlan:
 
 
 def ensure_built(plan: BuildPlan) -> Path:
-    """Path of the library, built first if the cache lacks it. Raises ConfigError if it does not compile."""
+    """Path of the library, built first if the cache lacks it, or has another file in its place.
+
+    Raises ConfigError if it does not compile, or the cache folder is not this user's.
+    """
     folder = _cache_folder()
     target = folder / f"{plan.name}-{plan.key}.so"
-    if target.exists():
+    if _is_as_built(target):
         return target
     with open(folder / f"{plan.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
+        if not _is_as_built(target):
             _build(plan, target)
     return target
+
+
+def _digest_beside(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _is_as_built(library: Path) -> bool:
+    """Whether the library is there, with the digest that was noted when it was built."""
+    try:
+        noted = _digest_beside(library).read_text().strip()
+        return hashlib.sha256(library.read_bytes()).hexdigest() == noted
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _build(plan: BuildPlan, target: Path) -> None:
@@ -127,6 +144,9 @@ def _build(plan: BuildPlan, target: Path) -> None:
             list(pool.map(_run, jobs))
         library = str(Path(scratch) / f"{plan.name}.so")
         _run((*plan.compiler, "-shared", "-pthread", *objects, "-o", library))
+        digest = Path(scratch) / "digest"
+        digest.write_text(hashlib.sha256(Path(library).read_bytes()).hexdigest() + "\n")
+        os.replace(digest, _digest_beside(target))
         os.replace(library, target)
     print(f" done in {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
@@ -136,8 +156,15 @@ def _cache_folder() -> Path:
     folder = root / "pdserve"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.stat()
+        if found.st_uid == os.geteuid() and found.st_mode & 0o077:
+            folder.chmod(0o700)
     except OSError:
         raise ConfigError("the cache folder can not be made; set XDG_CACHE_HOME to a writable one") from None
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            "the cache folder is another user's, and code in it would run here; set XDG_CACHE_HOME"
+        )
     return folder
 
 

@@ -5,6 +5,7 @@ The compiler is a shell script here; the real one is at work in the conformance 
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -91,3 +92,26 @@ def test_a_failed_build_leaves_nothing(cache: Path, tmp_path: Path, monkeypatch:
     with pytest.raises(ConfigError, match="did not compile"):
         ensure_built(plan_build())
     assert not list(cache.glob("*.so"))
+
+
+def test_a_file_that_is_not_the_one_built_is_built_again(cache: Path, tmp_path: Path) -> None:
+    library = ensure_built(plan_build())
+    built = library.read_bytes()
+    library.write_bytes(built[:-1])
+    assert ensure_built(plan_build()).read_bytes() == built
+    library.with_suffix(".sha256").unlink()
+    ensure_built(plan_build())
+    assert (tmp_path / "log").read_text().count("-shared") == 3
+
+
+def test_the_cache_is_closed_to_others(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    ensure_built(plan_build())
+    assert cache.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_cache_of_another_user_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match="another user's"):
+        ensure_built(plan_build())
