@@ -29,6 +29,7 @@ from typing import Any
 import psutil
 
 from benchmarks import machine
+from benchmarks.cases import FIRST_ID, LAST_ID
 from benchmarks.report import percentile
 from benchmarks.stack import Stack
 from pdserve.client import AsyncClient
@@ -38,7 +39,6 @@ from pdserve.types import Role
 RESULTS = Path(__file__).resolve().parent / "results" / "cores.json"
 CHATS, CHAT_TOKENS = 8, 200
 PROMPTS, PROMPT_TOKENS, EVERY_S = 4, 2000, 0.5
-FIRST_ID, LAST_ID = 1000, 40000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

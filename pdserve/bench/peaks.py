@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -26,13 +27,13 @@ def measure_peaks(
     """The best of many tries of each. sizes: bytes. seconds: for each. done: called after each."""
     speeds = {}
     for kind in PRODUCTS:
-        speeds[kind] = _best(lambda kind=kind: products(kind, ROUNDS), seconds)  # type: ignore[misc]
+        speeds[kind] = _best(partial(products, kind, ROUNDS), seconds)
         done()
     bandwidth = []
     for size in sizes:
         data = empty_weight(size, torch.uint8)
         data.fill_(1)
-        bandwidth.append((size, _best(lambda data=data: _read(data), seconds)))  # type: ignore[misc]
+        bandwidth.append((size, _best(partial(_read, data), seconds)))
         done()
     return Peaks(products=speeds, bandwidth=tuple(bandwidth))
 

@@ -14,13 +14,14 @@ from typing import Annotated, Any
 import typer
 
 from pdserve.cli.reach import Address, TlsCa, TlsCert, TlsKey, TlsName, router_at
+from pdserve.config.precision import WEIGHTS
+from pdserve.config.worker import DTYPES
 from pdserve.errors import ConfigError
 
 bench_app = typer.Typer(
     help="Measure this machine, the engine or a running router; no peers, no other tools.",
     no_args_is_help=True,
 )
-FORMS = ("exact", "w8a8", "w4a8")
 MAX_TOKENS = 1 << 24
 MAX_SECONDS = 600.0
 PROMPTS = "64,128,256,512,1024,2048,4096,7900"
@@ -47,7 +48,7 @@ def micro(
     json: Target = None,
 ) -> None:
     """Measure memory bandwidth, peaks of products, linear layers and attention. Needs no model."""
-    wished = _names(forms, "forms", FORMS)
+    wished = _names(forms, "forms", WEIGHTS)
     kinds = _names(pages, "pages", ("bfloat16", "int8"))
     given = {"rows": _numbers(rows, "rows", 65536), "contexts": _numbers(contexts, "contexts", 16384)}
     _check(seconds, json)
@@ -90,8 +91,8 @@ def engine(
     if not given["prompts"] and not given["contexts"]:
         raise ConfigError("prompts: nothing is left to measure; name prompts or contexts")
     _check(seconds, json)
-    _names(weights, "weights", FORMS)
-    _names(dtype, "dtype", ("bfloat16", "float32"))
+    _names(weights, "weights", WEIGHTS)
+    _names(dtype, "dtype", DTYPES)
     if kv_dtype not in ("auto", dtype, "int8"):
         raise ConfigError("kv_dtype: must be auto, the model's dtype or int8")
     if not 0 < pool_gib <= 1024:

@@ -9,7 +9,19 @@ import socket
 from dataclasses import dataclass
 
 from pdserve.config.fields import setting
-from pdserve.config.precision import EXACT, FAST, KV_MIXING, PRECISIONS, STRICT, WEIGHTS, Wish, mixing
+from pdserve.config.precision import (
+    EXACT,
+    FAST,
+    KV_MIXING,
+    PRECISIONS,
+    STRICT,
+    WEIGHTS,
+    CpuFacts,
+    ModelFacts,
+    Wish,
+    choose,
+    mixing,
+)  # fmt: skip
 from pdserve.config.tls import tls_files
 from pdserve.config.worker import (
     DTYPES,
@@ -254,11 +266,9 @@ class ServeConfig:
             )
 
     def _unlike_weights(self) -> bool:
-        """Whether prefill and decode workers are sure to compute in different forms: ranks are exact."""
-        if self.prefill_weights != self.decode_weights:
-            return True
-        chosen = self.precision == FAST and self.prefill_weights is None
-        return chosen and (self.prefill_tp > 1) != (self.decode_tp > 1)
+        """Whether prefill and decode workers are sure to compute in different forms, whatever the model."""
+        forms = {choose(self.wish(r), ModelFacts(), CpuFacts()).weights for r in (Role.PREFILL, Role.DECODE)}
+        return self.prefill_weights != self.decode_weights or len(forms) > 1
 
     def _check_pages(self) -> None:
         if page_dtype(self.kv_dtype, self.dtype) != INT8:

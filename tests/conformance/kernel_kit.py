@@ -76,3 +76,14 @@ def filled(
     for layer in range(kv.num_layers):
         write_kv_reference(rows[0] * (layer + 1), rows[1] + layer, kv, layer, slots)
     return kv, pages
+
+
+def one_token_over(pages: list[int]) -> AttentionMeta:
+    """The last of 20 positions of a sequence on these pages, whatever they are."""
+    return AttentionMeta(
+        query_starts_B1=torch.tensor([0, 1], dtype=torch.int32),
+        context_lens_B=torch.tensor([20], dtype=torch.int32),
+        block_tables_BP=torch.tensor([pages], dtype=torch.int32),
+        positions_T=torch.tensor([19], dtype=torch.int32),
+        slots_T=torch.tensor([0], dtype=torch.int32),
+    )

@@ -6,7 +6,7 @@ both sides sum in float32 and round once). Attention has a suite of its own (`te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -38,7 +38,7 @@ from tests.conformance.kernel_kit import (
     randn,
 )
 
-pytestmark = pytest.mark.smoke
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("seeded_and_threaded")]
 OPS: dict[str, dict[str, Callable[..., Any]]] = {
     "rms_norm": {"native": rms_norm, "reference": rms_norm_reference},
     "add_rms_norm": {"native": add_rms_norm, "reference": add_rms_norm_reference},
@@ -52,15 +52,6 @@ OPS: dict[str, dict[str, Callable[..., Any]]] = {
 
 def implementations(op: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("impl", OPS[op].values(), ids=OPS[op].keys())
-
-
-@pytest.fixture(autouse=True)
-def _seeded_and_threaded() -> Iterator[None]:
-    before = torch.get_num_threads()
-    native.set_num_threads(2)
-    torch.manual_seed(7)
-    yield
-    native.set_num_threads(before)
 
 
 class TestElementwise:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -19,19 +17,11 @@ from tests.conformance.kernel_kit import (
     every_shape,
     filled,
     make_kv,
+    one_token_over,
     randn,
 )
 
-pytestmark = pytest.mark.smoke
-
-
-@pytest.fixture(autouse=True)
-def _seeded_and_threaded() -> Iterator[None]:
-    before = torch.get_num_threads()
-    native.set_num_threads(2)
-    torch.manual_seed(7)
-    yield
-    native.set_num_threads(before)
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("seeded_and_threaded")]
 
 
 class TestAttention:
@@ -109,15 +99,8 @@ class TestAttention:
         heads = SHAPES["tiny"]
         kv, q = make_kv(dtype, heads, num_pages=4), randn(dtype, 1, heads.num_heads, heads.dim)
         for pages in ([0, 4], [-1, 1], [2]):
-            meta = AttentionMeta(
-                query_starts_B1=torch.tensor([0, 1], dtype=torch.int32),
-                context_lens_B=torch.tensor([20], dtype=torch.int32),
-                block_tables_BP=torch.tensor([pages], dtype=torch.int32),
-                positions_T=torch.tensor([19], dtype=torch.int32),
-                slots_T=torch.tensor([0], dtype=torch.int32),
-            )
             with pytest.raises(InternalError):
-                paged_attention(q, kv, 0, meta, scale=1.0)
+                paged_attention(q, kv, 0, one_token_over(pages), scale=1.0)
 
     def test_meta_places_rows(self) -> None:
         meta = AttentionMeta.build([1, 3], [20, 18], [[5, 2], [7, 1]], page_size=16)

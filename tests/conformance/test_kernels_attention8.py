@@ -3,8 +3,6 @@ bits for every batch, chunk, page size and number of threads, and no NaN that is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,9 +12,9 @@ from pdserve.kernels.attention import paged_attention, paged_attention_reference
 from pdserve.kernels.attention_meta import AttentionMeta
 from pdserve.kernels.kv_view import KVView, inner_layout, read_kv
 from pdserve.kernels.write_kv import write_kv_reference
-from tests.conformance.kernel_kit import DTYPES, SHAPES, Heads, both_dtypes, randn, tables
+from tests.conformance.kernel_kit import DTYPES, SHAPES, Heads, both_dtypes, one_token_over, randn, tables
 
-pytestmark = pytest.mark.smoke
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("seeded_and_threaded")]
 
 CONTEXT, QUERY = [1, 2, 33, 40, 301, 600, 131], [1, 1, 33, 17, 1, 3, 70]
 HEADS = {
@@ -25,15 +23,6 @@ HEADS = {
     "group-of-9": Heads(num_heads=9, num_kv_heads=1, dim=96),
 }
 every_heads = pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
-
-
-@pytest.fixture(autouse=True)
-def _seeded_and_threaded() -> Iterator[None]:
-    before = torch.get_num_threads()
-    native.set_num_threads(2)
-    torch.manual_seed(7)
-    yield
-    native.set_num_threads(before)
 
 
 def make_kv8(heads: Heads, *, page_size: int = 16, num_pages: int = 96) -> KVView:
@@ -206,15 +195,8 @@ class TestPages:
         heads = HEADS["tiny"]
         kv, q = make_kv8(heads, num_pages=4), randn(dtype, 1, heads.num_heads, heads.dim)
         for pages in ([0, 4], [-1, 1], [2]):
-            meta = AttentionMeta(
-                query_starts_B1=torch.tensor([0, 1], dtype=torch.int32),
-                context_lens_B=torch.tensor([20], dtype=torch.int32),
-                block_tables_BP=torch.tensor([pages], dtype=torch.int32),
-                positions_T=torch.tensor([19], dtype=torch.int32),
-                slots_T=torch.tensor([0], dtype=torch.int32),
-            )
             with pytest.raises(InternalError):
-                paged_attention(q, kv, 0, meta, scale=1.0)
+                paged_attention(q, kv, 0, one_token_over(pages), scale=1.0)
 
     def test_only_the_layer_is_read(self) -> None:
         """Bytes outside the layer's parts may be anything."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from pdserve.kernels.latent import (
 )
 from tests.conformance.kernel_kit import DTYPES, assert_near, both_dtypes, randn, tables
 
-pytestmark = pytest.mark.smoke
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("seeded_and_threaded")]
 RANK, WIDTH, HEADS, SCALE = 72, 90, 3, 0.2
 OPS: dict[str, dict[str, Callable[..., Any]]] = {
     "write_latent": {"native": write_latent, "reference": write_latent_reference},
@@ -30,15 +30,6 @@ OPS: dict[str, dict[str, Callable[..., Any]]] = {
 
 def implementations(op: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("impl", OPS[op].values(), ids=OPS[op].keys())
-
-
-@pytest.fixture(autouse=True)
-def _seeded_and_threaded() -> Iterator[None]:
-    before = torch.get_num_threads()
-    native.set_num_threads(2)
-    torch.manual_seed(7)
-    yield
-    native.set_num_threads(before)
 
 
 def view(dtype: str, page_size: int = 16, num_pages: int = 64) -> KVView:

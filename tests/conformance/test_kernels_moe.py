@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ from pdserve.kernels.routing import (
 )
 from tests.conformance.kernel_kit import assert_near, both_dtypes, randn
 
-pytestmark = pytest.mark.smoke
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("seeded_and_threaded")]
 OPS: dict[str, dict[str, Callable[..., Any]]] = {
     "grouped_linear": {"native": grouped_linear, "reference": grouped_linear_reference},
     "route_top_k": {"native": route_top_k, "reference": route_top_k_reference},
@@ -46,15 +46,6 @@ every_split = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 
 def implementations(op: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("impl", OPS[op].values(), ids=OPS[op].keys())
-
-
-@pytest.fixture(autouse=True)
-def _seeded_and_threaded() -> Iterator[None]:
-    before = torch.get_num_threads()
-    native.set_num_threads(2)
-    torch.manual_seed(7)
-    yield
-    native.set_num_threads(before)
 
 
 def offsets_of(sizes: list[int]) -> torch.Tensor:

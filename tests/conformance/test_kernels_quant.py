@@ -6,8 +6,6 @@ groups as floats, in an order of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,19 +24,10 @@ from pdserve.kernels.quant_linear import (
 )
 from tests.conformance.kernel_kit import assert_near, both_dtypes, randn
 
-pytestmark = pytest.mark.smoke
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("seeded_and_threaded")]
 ENOUGH = 16
 """Outputs with which a row surely has a large one, to measure errors by. Fewer must have the same bits."""
 ROWS = (1, 2, 3, 4, 5, 6, 12, 13, 14, 15, 29, 40)
-
-
-@pytest.fixture(autouse=True)
-def _seeded_and_threaded() -> Iterator[None]:
-    before = torch.get_num_threads()
-    native.set_num_threads(2)
-    torch.manual_seed(7)
-    yield
-    native.set_num_threads(before)
 
 
 def int8_parts(num_out: int, num_in: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +14,7 @@ from pdserve.kernels.rope import apply_rope, rope_and_write_kv, rope_and_write_k
 from pdserve.kernels.write_kv import write_kv, write_kv_reference
 from tests.conformance.kernel_kit import DTYPES, Heads, assert_near, both_dtypes, randn
 
-pytestmark = pytest.mark.smoke
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("seeded_and_threaded")]
 SHAPES = {
     "smollm2-gqa": Heads(num_heads=9, num_kv_heads=3, dim=64),
     "mqa": Heads(num_heads=8, num_kv_heads=1, dim=128),
@@ -26,15 +24,6 @@ SHAPES = {
 }
 every_shape = pytest.mark.parametrize("heads", SHAPES.values(), ids=SHAPES.keys())
 NOT_FINITE = (float("nan"), float("inf"), float("-inf"))
-
-
-@pytest.fixture(autouse=True)
-def _seeded_and_threaded() -> Iterator[None]:
-    before = torch.get_num_threads()
-    native.set_num_threads(2)
-    torch.manual_seed(7)
-    yield
-    native.set_num_threads(before)
 
 
 def make_kv8(heads: Heads, *, page_size: int = 16, num_pages: int = 8, layers: int = 2) -> KVView:

@@ -62,6 +62,11 @@ struct Row {
     int64_t k, v, row;
 };
 
+Row row_at(const KVDesc& kv, int64_t layer, int64_t slot) {
+    const int64_t base = slot / kv.page_size * kv.page_stride + layer * 2 * kv.part();
+    return {base, base + kv.part(), slot % kv.page_size};
+}
+
 // Pages of the rows' own dtype.
 template <class T> struct Pages {
     T* storage;
@@ -70,10 +75,7 @@ template <class T> struct Pages {
 
     Pages(const KVDesc& desc, int64_t of) : storage(static_cast<T*>(desc.storage)), kv(desc), layer(of) {}
 
-    Row at(int64_t slot) const {
-        const int64_t base = slot / kv.page_size * kv.page_stride + layer * 2 * kv.part();
-        return {base, base + kv.part(), slot % kv.page_size};
-    }
+    Row at(int64_t slot) const { return row_at(kv, layer, slot); }
 
     // float32: K [K, D, S], V [K, S, D].
     PDS_INLINE void put_k(const Row& to, int64_t head, const Head& k, float) const {
@@ -106,10 +108,7 @@ template <class T> struct Pages8 {
 
     Pages8(const KVDesc& desc, int64_t of) : storage(static_cast<uint8_t*>(desc.storage)), kv(desc), layer(of) {}
 
-    Row at(int64_t slot) const {
-        const int64_t base = slot / kv.page_size * kv.page_stride + layer * 2 * kv.part();
-        return {base, base + kv.part(), slot % kv.page_size};
-    }
+    Row at(int64_t slot) const { return row_at(kv, layer, slot); }
 
     PDS_INLINE void put_k(const Row& to, int64_t head, const Head& k, T) const {
         alignas(64) T rounded_k[kMaxHeadDim];
