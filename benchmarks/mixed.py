@@ -197,7 +197,7 @@ def main(
     try_settings: Annotated[bool, typer.Option("--pilot", help="Each setting of each system, once.")] = False,
     serve_args: Annotated[str, typer.Option(help="More flags for both `pdserve up`.")] = "",
 ) -> None:
-    """Some 15 minutes (--quick 2, --pilot 6). Only a run without flags becomes `results/mixed.*`."""
+    """Some 15 minutes (--quick 3, --pilot 6). Only a run without flags becomes `results/mixed.*`."""
     began, usual = time.perf_counter(), len(sys.argv) == 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # everything started is stopped
     names = [n for n in SETTINGS if not (quick and n == VLLM)] if systems == "all" else systems.split(",")
