@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 
 from pdserve.config.precision import EXACT, Choice, CpuFacts, ModelFacts, Wish, choose
-from pdserve.config.worker import KV_DTYPES, WorkerConfig
+from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.kernels.build import has_byte_products
 from pdserve.kvcache.layout import INT8
@@ -40,7 +40,7 @@ def settled(config: WorkerConfig, progress: Callable[[str], None]) -> WorkerConf
     )  # fmt: skip
     choice = chosen(wish, config.model)
     config = dataclasses.replace(config, weights=choice.weights)
-    if config.kv_dtype is None and choice.int8_pages and INT8 in KV_DTYPES:
+    if config.kv_dtype is None and choice.int8_pages:
         config = dataclasses.replace(config, kv_dtype=INT8)
     what = f"{choice.weights} with KV in {config.page_dtype}, {choice.why}"
     progress("loading the model" if config.precision == EXACT else f"loading the model: {what}")
