@@ -13,7 +13,7 @@ import math
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NoReturn
@@ -118,7 +118,7 @@ def request_hash(token_ids: Sequence[int], sampling: SamplingParams) -> bytes:
     """
     digest = hashlib.blake2b(digest_size=32, person=_HASH_PERSON)
     try:
-        for part in (_ids(token_ids), _sampling(sampling), _ids(sampling.stop_token_ids)):
+        for part in (_ids(token_ids), *_sampling(sampling)):
             digest.update(struct.pack(">Q", len(part)))
             digest.update(part)
     except (OverflowError, struct.error) as error:
@@ -133,11 +133,28 @@ def _ids(token_ids: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
-def _sampling(sampling: SamplingParams) -> bytes:
+_FLOATS = (
+    "temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty",
+)  # fmt: skip
+_WHOLE = ("top_k", "max_tokens", "ignore_eos", "min_tokens")
+
+
+def _sampling(sampling: SamplingParams) -> Iterator[bytes]:
+    """All parameters; a test proves that none is left out."""
+    floats = [getattr(sampling, name) for name in _FLOATS]
+    biases = [bias for _, bias in sampling.logit_bias]
     # Adding 0.0 turns -0.0 into 0.0: equal parameters must hash equally.
-    floats = (sampling.temperature + 0.0, sampling.top_p + 0.0, sampling.min_p + 0.0)
-    seed = sampling.seed & 0xFFFFFFFFFFFFFFFF
-    return struct.pack(">3fqQq?", *floats, sampling.top_k, seed, sampling.max_tokens, sampling.ignore_eos)
+    yield struct.pack(f">{len(floats) + len(biases)}f", *(value + 0.0 for value in (*floats, *biases)))
+    yield struct.pack(">Q", sampling.seed & 0xFFFFFFFFFFFFFFFF)
+    logprobs = -1 if sampling.logprobs is None else sampling.logprobs
+    yield _ids([*(getattr(sampling, name) for name in _WHOLE), logprobs])
+    yield _ids(sampling.stop_token_ids)
+    yield _ids([token_id for token_id, _ in sampling.logit_bias])
+    yield _ids([len(sampling.bad_words), *(len(word) for word in sampling.bad_words)])
+    yield from map(_ids, sampling.bad_words)
+    if sampling.grammar is not None:
+        yield f"{sampling.grammar.kind}:{sampling.grammar.text}".encode()
 
 
 def _mac(secret: bytes, body: bytes) -> bytes:

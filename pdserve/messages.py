@@ -9,7 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pdserve.types import FinishReason, HandoverMode, Key, Ledger, PageName, PeerRef, SamplingParams, Usage
+from pdserve.types import (
+    FinishReason,
+    HandoverMode,
+    Key,
+    Ledger,
+    PageName,
+    PeerRef,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
 
 
 class Refusal(StrEnum):
@@ -82,13 +92,14 @@ class Refused:
 class Token:
     """D → R: one token. index counts completion tokens from 0, forced ones included.
 
-    ledger: with the first token of a try, what was done until then.
+    ledger: with the first token of a try, what was done until then. logprob: if the request asks for it.
     """
 
     key: Key
     index: int
     token_id: int
     ledger: Ledger | None = None
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +208,7 @@ class Finish:
     """P → D: first token and sampler state, with a digest over all digests announced in this epoch.
 
     token_id has completion index `index` (= num_forced). next_counter: the sampler's next counter value.
-    finish: set if the request ended with this token.
+    finish: set if the request ended with this token. logprob: the token's, if the request asks for it.
     """
 
     key: Key
@@ -208,6 +219,7 @@ class Finish:
     num_announced: int
     digest_of_digests: bytes
     ledger: Ledger = Ledger()
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

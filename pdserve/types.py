@@ -47,13 +47,48 @@ class Key:
         return f"{self.request_id}/{self.term}.{self.epoch}"
 
 
+class GrammarKind(StrEnum):
+    """In which language a grammar is written; see the comments of common.proto."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    LARK = "lark"
+    GBNF = "gbnf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What an output must conform to."""
+
+    kind: GrammarKind
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """A token and its log-probability (natural) by the model's own distribution: before penalties, bias and
+    temperature. top: the likeliest tokens at its place, best first. token: bytes of its text, for clients.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+    token: bytes = b""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Validated sampling parameters of one request.
+    """Validated sampling parameters of one request. With the prompt and the completion so far they decide the
+    next token: all of a request's sampling state follows from them.
 
-    temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off. seed: 64-bit.
+    temperature: 0 is greedy. top_k: 0 is off. top_p, typical_p: 1 is off. min_p: 0 is off. seed: 64-bit.
     max_tokens: completion tokens at most, at least 1. stop_token_ids: besides the model's own end tokens.
-    ignore_eos: the model's end tokens do not stop (benchmarks).
+    ignore_eos: the model's end tokens do not stop (benchmarks). repetition_penalty: 1 is off; counts tokens
+    of prompt and completion. presence_penalty, frequency_penalty: 0 is off; count tokens of the completion.
+    logit_bias: (token id, bias), each id once, ascending. min_tokens: no end or stop token before so many.
+    bad_words: sequences of tokens that must not be made. logprobs: alternatives to each token's
+    log-probability; None: no log-probabilities. grammar: what the output must conform to.
     """
 
     temperature: float = 0.0
@@ -64,6 +99,15 @@ class SamplingParams:
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,13 +17,14 @@ from pdserve.errors import Draining, PdserveError, Unavailable, UnknownModel, Un
 from pdserve.messages import Outcome
 from pdserve.tls import TlsSource
 from router import events as ev
+from router.caller import ANONYMOUS, Caller
 from router.calls import Tasks
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.explain import MAX_EXPLAINED, Explained
 from router.metrics import RouterMetrics
 from router.model import ServedModel
-from router.request import TENANT, RequestRun, Services
+from router.request import RequestRun, Services
 from router.roster import Roster
 from router.tickets import TicketMint
 from router.validate import Target, check_fields, check_prompt
@@ -58,7 +59,7 @@ class Hub:
         )
         self._runs: dict[str, RequestRun] = {}
         self._explained = Explained()
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ended: OrderedDict[str, str] = OrderedDict()  # tenant by request id
         self._arrivals = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -74,14 +75,14 @@ class Hub:
     # -- requests --------------------------------------------------------------------------------------
 
     async def generate(
-        self, source: GenerateInput, time_left_s: float | None = None
+        self, source: GenerateInput, time_left_s: float | None = None, caller: Caller = ANONYMOUS
     ) -> AsyncIterator[StreamEvent]:
         """One request's events; closing the iterator cancels. time_left_s: of the caller's own deadline.
 
         Raises the PdserveError that the request was refused with or ended in.
         """
         try:
-            run = await self._prepare(source, time_left_s)
+            run = await self._prepare(source, time_left_s, caller)
         except PdserveError as error:
             self.metrics.outcome(error.label)
             raise
@@ -99,7 +100,7 @@ class Hub:
         finally:
             self._exit(run, failed)
 
-    async def _prepare(self, source: GenerateInput, time_left_s: float | None) -> RequestRun:
+    async def _prepare(self, source: GenerateInput, time_left_s: float | None, caller: Caller) -> RequestRun:
         started_at = self._clock.now()
         if wait_s := failpoints.stall_s("tokenise"):
             await asyncio.sleep(wait_s)
@@ -120,6 +121,7 @@ class Hub:
             started_at=started_at,
             deadline_at=started_at
             + min(request.deadline_s, math.inf if time_left_s is None else time_left_s),
+            tenant=caller.tenant,
         )
 
     def _model(self) -> ServedModel:
@@ -133,27 +135,30 @@ class Hub:
 
     def _exit(self, run: RequestRun, failed: PdserveError | None) -> None:
         self._runs.pop(run.request_id, None)
-        self._explained.put(TENANT, run.explain(failed))
-        self._ended[run.request_id] = None
+        self._explained.put(run.tenant, run.explain(failed))
+        self._ended[run.request_id] = run.tenant
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
         if not self._runs:
             self._idle.set()
 
-    def abort(self, request_id: str) -> Outcome:
-        """Ends a request. UNKNOWN proves nothing: ended requests are remembered only for a while."""
+    def abort(self, request_id: str, caller: Caller = ANONYMOUS) -> Outcome:
+        """Ends a request of the caller's tenant. UNKNOWN proves nothing: ended requests are remembered only
+        for a while."""
         run = self._runs.get(request_id)
-        if run is None:
-            return Outcome.COMPLETE if request_id in self._ended else Outcome.UNKNOWN
+        if run is None or run.tenant != caller.tenant:
+            ended = run is None and self._ended.get(request_id) == caller.tenant
+            return Outcome.COMPLETE if ended else Outcome.UNKNOWN
         run.apply(_ABORTED)
         return Outcome.STOPPING
 
-    async def explain(self, request_id: str) -> Explanation:
-        """Where a request's time went, or goes. Raises UnknownRequest: never here, or too long ago."""
+    async def explain(self, request_id: str, caller: Caller = ANONYMOUS) -> Explanation:
+        """Where a request of the caller's tenant spent its time, or spends it. Raises UnknownRequest: never
+        here, or too long ago."""
         run = self._runs.get(request_id)
-        if run is not None:
+        if run is not None and run.tenant == caller.tenant:
             return run.explain(reports=await run.ask_workers())
-        found = self._explained.get(TENANT, request_id)
+        found = self._explained.get(caller.tenant, request_id)
         if found is None:
             raise UnknownRequest(
                 f"request_id: this router knows no such request; it remembers the last {MAX_EXPLAINED}."

@@ -31,8 +31,6 @@ from router.roster import Roster
 from router.tickets import TicketMint
 from router.validate import ValidRequest
 
-TENANT = "default"
-"""The one tenant until clients are authenticated: an identity never comes from the request itself."""
 SETTLE_S = 1.0
 """How long a decode worker may take to report after a stop text before the stream ends without its ledger."""
 
@@ -62,8 +60,11 @@ class RequestRun:
         arrival: int,
         started_at: float,
         deadline_at: float,
+        tenant: str,
     ) -> None:
+        """tenant: from the authenticator, never from the request."""
         self._services, self._request, self._text = services, request, text
+        self.tenant = tenant
         self._state = RequestState(
             request_id=request_id,
             prompt=request.token_ids,
@@ -218,7 +219,7 @@ class RequestRun:
             token_ids=effect.token_ids,
             num_forced=effect.num_forced,
             sampling=request.sampling,
-            tenant=TENANT,
+            tenant=self.tenant,
             mode=effect.mode,
             prefill=effect.prefill,
             deadline_s=remaining,
@@ -241,7 +242,7 @@ class RequestRun:
             decode=decode,
             prefill=prefill,
             sampling=self._request.sampling,
-            tenant=TENANT,
+            tenant=self.tenant,
             now=now,
             remaining_s=remaining,
         )
@@ -258,7 +259,7 @@ class RequestRun:
             token_ids=effect.token_ids,
             num_forced=effect.num_forced,
             sampling=request.sampling,
-            tenant=TENANT,
+            tenant=self.tenant,
             decode=effect.decode,
             deadline_s=remaining,
             priority=request.priority,

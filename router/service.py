@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc.aio
 
-from pdserve.errors import Draining, InvalidRequest
+from pdserve.errors import Draining, InvalidRequest, UnsupportedFeature
 from pdserve.rpc.convert import (
     Heartbeat,
     Leave,
@@ -34,6 +34,8 @@ from router.roster import Roster
 
 INFERENCE = "pdserve.rpc.v1.InferenceService"
 CLUSTER = "pdserve.rpc.v1.ClusterService"
+
+_NOT_YET = UnsupportedFeature("This call is not supported yet.")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -59,6 +61,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if not request.request_id:
             raise InvalidRequest.field("request_id", "is empty; send the id of the request to abort.")
         return inference_pb2.AbortResponse(outcome=outcome_to_pb(self._hub.abort(request.request_id)))
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        raise _NOT_YET
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        raise _NOT_YET
+
+    async def Embed(
+        self, request: inference_pb2.EmbedRequest, context: Context
+    ) -> inference_pb2.EmbedResponse:
+        raise _NOT_YET
+
+    async def Score(
+        self, request: inference_pb2.ScoreRequest, context: Context
+    ) -> inference_pb2.ScoreResponse:
+        raise _NOT_YET
 
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: Context

@@ -24,6 +24,14 @@ MAX_PRIORITY = 100
 MAX_LABEL_BYTES = 128
 MAX_MESSAGES = 1024
 ROLES = ("system", "user", "assistant")
+_NOT_YET = (
+    "bad_words", "best_of", "beam_width", "length_penalty", "echo", "prompt_logprobs", "tools", "tool_choice",
+    "thinking",
+)  # fmt: skip
+_SAMPLING_NOT_YET = (
+    "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens",
+    "bad_words", "logprobs", "grammar",
+)  # fmt: skip
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -167,9 +175,19 @@ def _check_messages(messages: tuple[ChatMessage, ...]) -> None:
         raise InvalidRequest.field("chat.messages.role", f"must be one of {', '.join(ROLES)}.")
 
 
-def _check_plain(source: GenerateInput) -> None:
+def _check_supported(source: GenerateInput) -> None:
+    """What the contract has and this version does not do is refused by name."""
+    plain, sampling = GenerateInput(), SamplingInput()
+    asked = [name for name in _NOT_YET if getattr(source, name) != getattr(plain, name)]
+    asked += [name for name in _SAMPLING_NOT_YET if getattr(source.sampling, name) != getattr(sampling, name)]
     if source.n > 1:
-        raise UnsupportedFeature.field("n", "several choices are not supported yet; send one request each.")
+        asked.append("n")
+    if asked:
+        raise UnsupportedFeature.field(asked[0], "is not supported yet; leave it out.")
+
+
+def _check_plain(source: GenerateInput) -> None:
+    _check_supported(source)
     if _number("resume_window_s", source.resume_window_s, 0.0, math.inf) > 0:
         raise UnsupportedFeature.field("resume_window_s", "resuming is not supported yet; send 0.")
     _whole("priority", source.priority, -MAX_PRIORITY, MAX_PRIORITY)

@@ -75,7 +75,7 @@ def build(
 
 def to_wire(source: GenerateInput) -> inference_pb2.GenerateRequest:
     """Raises InvalidRequest for values of a wrong type, or that no message can carry (a negative id)."""
-    from pdserve.rpc.convert.public import generate_to_pb
+    from pdserve.rpc.convert.generate import generate_to_pb
 
     try:
         return generate_to_pb(source)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.ticket import MAX_TICKET_BYTES, Side, TicketFacts, mint, request_hash, verify
 from pdserve.errors import PermissionRefused
-from pdserve.types import HandoverMode, Key, SamplingParams
+from pdserve.types import Grammar, GrammarKind, HandoverMode, Key, SamplingParams
 
 SECRET = b"a secret of the fleet, 32 bytes."
 FACTS = TicketFacts(
@@ -151,6 +151,18 @@ def test_the_request_hash_depends_on_every_parameter() -> None:
         {"max_tokens": 17},
         {"stop_token_ids": (3,)},
         {"ignore_eos": True},
+        {"typical_p": 0.5},
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"logit_bias": ((3, 1.0),)},
+        {"logit_bias": ((3, 2.0),)},
+        {"min_tokens": 1},
+        {"bad_words": ((1, 2),)},
+        {"bad_words": ((1,), (2,))},
+        {"logprobs": 0},
+        {"grammar": Grammar(kind=GrammarKind.REGEX, text="a")},
+        {"grammar": Grammar(kind=GrammarKind.LARK, text="a")},
     )
     assert {name for change in changes for name in change} == {f.name for f in dataclasses.fields(base)}
     hashes = {request_hash((1, 2), dataclasses.replace(base, **change)) for change in changes}

@@ -1,9 +1,8 @@
 """The only place where protobuf meets dataclasses. `*_to_pb` never fails; `*_from_pb` raises InvalidRequest.
 
 values: keys, enums, sampling, usage. ledger: the latency ledger. records: workers. work: router ↔ worker.
-transfer: P ↔ D. cluster: join stream, drain, worker status. public: the client API. experts: loads and
-homes. The package's names are
-re-exported here.
+transfer: P ↔ D. cluster: join stream, drain, worker status. generate, texts, public: the client API.
+experts: loads and homes. The package's names are re-exported here.
 """
 
 from pdserve.rpc.convert.cluster import (
@@ -28,6 +27,12 @@ from pdserve.rpc.convert.experts import (
     rebalance_answer_from_pb,
     rebalance_answer_to_pb,
 )
+from pdserve.rpc.convert.generate import (
+    generate_from_pb,
+    generate_to_pb,
+    stream_event_from_pb,
+    stream_event_to_pb,
+)
 from pdserve.rpc.convert.ledger import (
     ledger_from_pb,
     ledger_to_pb,
@@ -39,12 +44,8 @@ from pdserve.rpc.convert.public import (
     explanation_to_pb,
     fleet_status_from_pb,
     fleet_status_to_pb,
-    generate_from_pb,
-    generate_to_pb,
     model_info_from_pb,
     model_info_to_pb,
-    stream_event_from_pb,
-    stream_event_to_pb,
 )
 from pdserve.rpc.convert.records import (
     capability_from_pb,
@@ -57,6 +58,20 @@ from pdserve.rpc.convert.records import (
     peer_to_pb,
     worker_record_from_pb,
     worker_record_to_pb,
+)
+from pdserve.rpc.convert.texts import (
+    embed_from_pb,
+    embed_to_pb,
+    embeddings_from_pb,
+    embeddings_to_pb,
+    score_from_pb,
+    score_to_pb,
+    scores_from_pb,
+    scores_to_pb,
+    tokenize_from_pb,
+    tokenize_to_pb,
+    tokenized_from_pb,
+    tokenized_to_pb,
 )
 from pdserve.rpc.convert.transfer import (
     envelope_from_pb,
@@ -107,6 +122,10 @@ __all__ = [
     "capability_to_pb",
     "decode_event_from_pb",
     "decode_event_to_pb",
+    "embed_from_pb",
+    "embed_to_pb",
+    "embeddings_from_pb",
+    "embeddings_to_pb",
     "envelope_from_pb",
     "envelope_to_pb",
     "envelopes_from_pb",
@@ -156,8 +175,16 @@ __all__ = [
     "role_to_pb",
     "sampling_from_pb",
     "sampling_to_pb",
+    "score_from_pb",
+    "score_to_pb",
+    "scores_from_pb",
+    "scores_to_pb",
     "stream_event_from_pb",
     "stream_event_to_pb",
+    "tokenize_from_pb",
+    "tokenize_to_pb",
+    "tokenized_from_pb",
+    "tokenized_to_pb",
     "transfer_stats_from_pb",
     "transfer_stats_to_pb",
     "usage_from_pb",

@@ -23,6 +23,8 @@ from pdserve.rpc.convert.values import (
     finish_to_pb,
     key_from_pb,
     key_to_pb,
+    logprob_from_pb,
+    logprob_to_pb,
     outcome_from_pb,
     outcome_to_pb,
 )
@@ -168,6 +170,7 @@ def _finish_to_pb(value: Finish) -> pb.Finish:
         num_announced=value.num_announced,
         digest_of_digests=value.digest_of_digests,
         ledger=ledger_to_pb(value.ledger),
+        logprob=None if value.logprob is None else logprob_to_pb(value.logprob),
     )
 
 
@@ -181,4 +184,5 @@ def _finish_from_pb(message: pb.Finish) -> Finish:
         num_announced=message.num_announced,
         digest_of_digests=message.digest_of_digests,
         ledger=ledger_from_pb(message.ledger),
+        logprob=logprob_from_pb(message.logprob) if message.HasField("logprob") else None,
     )

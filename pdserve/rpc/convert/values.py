@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from pdserve.api import SamplingInput
 from pdserve.errors import InvalidRequest
 from pdserve.messages import Outcome
 from pdserve.rpc.v1 import common_pb2 as pb
 from pdserve.types import (
     FinishReason,
+    Grammar,
+    GrammarKind,
     HandoverMode,
     Key,
     Role,
     SamplingParams,
+    TokenLogprob,
     Usage,
 )
 
@@ -38,6 +42,10 @@ _OUTCOME: Mapping[Outcome, pb.Outcome.ValueType] = {
     outcome: pb.Outcome.Value(f"OUTCOME_{outcome.name}") for outcome in Outcome
 }
 
+_GRAMMAR: Mapping[GrammarKind, pb.GrammarKind.ValueType] = {
+    kind: pb.GrammarKind.Value(f"GRAMMAR_KIND_{kind.name}") for kind in GrammarKind
+}
+
 
 def _inverse(table: Mapping[E, V]) -> dict[int, E]:
     return {int(number): value for value, number in table.items()}
@@ -47,6 +55,7 @@ _FINISH_BACK = _inverse(_FINISH)
 _MODE_BACK = _inverse(_MODE)
 _ROLE_BACK = _inverse(_ROLE)
 _OUTCOME_BACK = _inverse(_OUTCOME)
+_GRAMMAR_BACK = _inverse(_GRAMMAR)
 
 
 def _named(table: Mapping[int, E], number: int, field: str) -> E:
@@ -102,38 +111,80 @@ def key_from_pb(message: pb.Key) -> Key:
     return Key(request_id=message.request_id, term=message.term, epoch=message.epoch)
 
 
-def sampling_to_pb(value: SamplingParams) -> pb.Sampling:
-    """All fields are set: between our processes nothing takes a default."""
-    return pb.Sampling(
-        temperature=value.temperature,
-        top_k=value.top_k,
-        top_p=value.top_p,
-        min_p=value.min_p,
-        seed=value.seed,
-        max_tokens=value.max_tokens,
-        stop_token_ids=value.stop_token_ids,
-        ignore_eos=value.ignore_eos,
+SAMPLING_FIELDS = (
+    "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "typical_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "min_tokens",
+)  # fmt: skip
+"""Those that a client may leave out and that are always set between our processes."""
+
+
+def sampling_lists_to_pb(value: SamplingParams | SamplingInput) -> dict[str, Any]:
+    """The fields of a Sampling that are the same for clients and between our processes."""
+    grammar = value.grammar
+    return {
+        "stop_token_ids": value.stop_token_ids,
+        "ignore_eos": value.ignore_eos,
+        "logit_bias": [pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in value.logit_bias],
+        "bad_words": [pb.TokenIds(ids=word) for word in value.bad_words],
+        "logprobs": value.logprobs,
+        "grammar": None if grammar is None else pb.Grammar(kind=_GRAMMAR[grammar.kind], text=grammar.text),
+    }
+
+
+def sampling_lists_from_pb(message: pb.Sampling) -> dict[str, Any]:
+    """The other way. Raises InvalidRequest for an unknown kind of grammar."""
+    grammar = None
+    if message.HasField("grammar"):
+        kind = _named(_GRAMMAR_BACK, message.grammar.kind, "sampling.grammar.kind")
+        grammar = Grammar(kind=kind, text=message.grammar.text)
+    return {
+        "stop_token_ids": tuple(message.stop_token_ids),
+        "ignore_eos": message.ignore_eos,
+        "logit_bias": tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
+        "bad_words": tuple(tuple(word.ids) for word in message.bad_words),
+        "logprobs": message.logprobs if message.HasField("logprobs") else None,
+        "grammar": grammar,
+    }
+
+
+def logprob_to_pb(value: TokenLogprob) -> pb.TokenLogprob:
+    return pb.TokenLogprob(
+        token_id=value.token_id,
+        logprob=value.logprob,
+        token=value.token,
+        top=[
+            pb.TokenLogprob(token_id=other.token_id, logprob=other.logprob, token=other.token)
+            for other in value.top
+        ],
     )
 
 
-_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
+def logprob_from_pb(message: pb.TokenLogprob) -> TokenLogprob:
+    """Alternatives of alternatives are not read."""
+    return TokenLogprob(
+        token_id=message.token_id,
+        logprob=message.logprob,
+        token=message.token,
+        top=tuple(
+            TokenLogprob(token_id=other.token_id, logprob=other.logprob, token=other.token)
+            for other in message.top
+        ),
+    )
+
+
+def sampling_to_pb(value: SamplingParams) -> pb.Sampling:
+    """All fields are set: between our processes nothing takes a default."""
+    plain = {name: getattr(value, name) for name in SAMPLING_FIELDS}
+    return pb.Sampling(**plain, **sampling_lists_to_pb(value))
 
 
 def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
     """Raises InvalidRequest if a field is not set: the router sets them all."""
-    for name in _SAMPLING_FIELDS:
+    for name in SAMPLING_FIELDS:
         if not message.HasField(name):  # type: ignore[arg-type]
             raise InvalidRequest.field(f"sampling.{name}", "is not set")
-    return SamplingParams(
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        min_p=message.min_p,
-        seed=message.seed,
-        max_tokens=message.max_tokens,
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-    )
+    plain = {name: getattr(message, name) for name in SAMPLING_FIELDS}
+    return SamplingParams(**plain, **sampling_lists_from_pb(message))
 
 
 def usage_to_pb(value: Usage) -> pb.Usage:

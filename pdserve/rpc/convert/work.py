@@ -13,6 +13,8 @@ from pdserve.rpc.convert.values import (
     finish_to_pb,
     key_from_pb,
     key_to_pb,
+    logprob_from_pb,
+    logprob_to_pb,
     mode_from_pb,
     mode_to_pb,
     outcome_from_pb,
@@ -162,12 +164,14 @@ def decode_event_from_pb(message: decode_pb2.ReserveResponse) -> DecodeEvent:
 
 def _token_to_pb(value: Token) -> decode_pb2.TokenOut:
     ledger = None if value.ledger is None else ledger_to_pb(value.ledger)
-    return decode_pb2.TokenOut(index=value.index, token_id=value.token_id, ledger=ledger)
+    logprob = None if value.logprob is None else logprob_to_pb(value.logprob)
+    return decode_pb2.TokenOut(index=value.index, token_id=value.token_id, ledger=ledger, logprob=logprob)
 
 
 def _token_from_pb(key: Key, message: decode_pb2.TokenOut) -> Token:
     ledger = ledger_from_pb(message.ledger) if message.HasField("ledger") else None
-    return Token(key=key, index=message.index, token_id=message.token_id, ledger=ledger)
+    logprob = logprob_from_pb(message.logprob) if message.HasField("logprob") else None
+    return Token(key=key, index=message.index, token_id=message.token_id, ledger=ledger, logprob=logprob)
 
 
 def _ended_to_pb(value: Ended) -> decode_pb2.Ended:

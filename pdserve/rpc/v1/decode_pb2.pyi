@@ -136,11 +136,16 @@ class TokenOut(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     LEDGER_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     token_id: _builtins.int
     @_builtins.property
     def ledger(self) -> _common_pb2.Ledger:
         """With the first token of a try only: what was done until then."""
+
+    @_builtins.property
+    def logprob(self) -> _common_pb2.TokenLogprob:
+        """If the request asks for log-probabilities."""
 
     def __init__(
         self,
@@ -148,10 +153,11 @@ class TokenOut(_message.Message):
         index: _builtins.int = ...,
         token_id: _builtins.int = ...,
         ledger: _common_pb2.Ledger | None = ...,
+        logprob: _common_pb2.TokenLogprob | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "ledger", b"ledger", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "ledger", b"ledger", "logprob", b"logprob", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.rpc.v1 import common_pb2 as pdserve_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpdserve/rpc/v1/transfer.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"=\n\x08PageName\x12\x0f\n\x07pool_id\x18\x01 \x01(\x06\x12\x0c\n\x04page\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x06\"W\n\x05Grant\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\x0c\n\x04want\x18\x02 \x03(\r\x12\x0e\n\x06\x63redit\x18\x03 \x01(\r\x12\x0e\n\x06ticket\x18\x04 \x01(\x0c\"\xae\x01\n\x08\x41nnounce\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\r\n\x05index\x18\x02 \x01(\r\x12&\n\x04page\x18\x03 \x01(\x0b\x32\x18.pdserve.rpc.v1.PageName\x12\x12\n\nvalid_rows\x18\x04 \x01(\r\x12\x13\n\x0b\x63ontent_key\x18\x05 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\x12\x10\n\x08sealed_s\x18\n \x01(\x01\"6\n\x03\x41\x63k\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\r\n\x05index\x18\x02 \x01(\r\"G\n\x04Nack\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"\xe9\x01\n\x06\x46inish\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x14\n\x0cnext_counter\x18\x04 \x01(\x04\x12,\n\x06\x66inish\x18\x05 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\x12\x15\n\rnum_announced\x18\x06 \x01(\r\x12\x19\n\x11\x64igest_of_digests\x18\x07 \x01(\x0c\x12&\n\x06ledger\x18\x08 \x01(\x0b\x32\x16.pdserve.rpc.v1.Ledger\"*\n\x06\x43ommit\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\":\n\x05Renew\x12!\n\x04keys\x18\x01 \x03(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\x0e\n\x06\x61nswer\x18\x02 \x01(\x08\"k\n\rTransferAbort\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12(\n\x07outcome\x18\x02 \x01(\x0e\x32\x17.pdserve.rpc.v1.Outcome\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\xab\x03\n\x08\x45nvelope\x12\x0e\n\x06sender\x18\x01 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x02 \x01(\x06\x12\x1c\n\x14receiver_incarnation\x18\x03 \x01(\x06\x12&\n\x05grant\x18\x04 \x01(\x0b\x32\x15.pdserve.rpc.v1.GrantH\x00\x12,\n\x08\x61nnounce\x18\x05 \x01(\x0b\x32\x18.pdserve.rpc.v1.AnnounceH\x00\x12\"\n\x03\x61\x63k\x18\x06 \x01(\x0b\x32\x13.pdserve.rpc.v1.AckH\x00\x12$\n\x04nack\x18\x07 \x01(\x0b\x32\x14.pdserve.rpc.v1.NackH\x00\x12(\n\x06\x66inish\x18\x08 \x01(\x0b\x32\x16.pdserve.rpc.v1.FinishH\x00\x12(\n\x06\x63ommit\x18\t \x01(\x0b\x32\x16.pdserve.rpc.v1.CommitH\x00\x12&\n\x05renew\x18\n \x01(\x0b\x32\x15.pdserve.rpc.v1.RenewH\x00\x12.\n\x05\x61\x62ort\x18\x0b \x01(\x0b\x32\x1d.pdserve.rpc.v1.TransferAbortH\x00\x42\t\n\x07message\">\n\x0f\x45xchangeRequest\x12+\n\tenvelopes\x18\x01 \x03(\x0b\x32\x18.pdserve.rpc.v1.Envelope\"?\n\x10\x45xchangeResponse\x12+\n\tenvelopes\x18\x01 \x03(\x0b\x32\x18.pdserve.rpc.v1.Envelope2d\n\x0fTransferService\x12Q\n\x08\x45xchange\x12\x1f.pdserve.rpc.v1.ExchangeRequest\x1a .pdserve.rpc.v1.ExchangeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpdserve/rpc/v1/transfer.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"=\n\x08PageName\x12\x0f\n\x07pool_id\x18\x01 \x01(\x06\x12\x0c\n\x04page\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x06\"W\n\x05Grant\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\x0c\n\x04want\x18\x02 \x03(\r\x12\x0e\n\x06\x63redit\x18\x03 \x01(\r\x12\x0e\n\x06ticket\x18\x04 \x01(\x0c\"\xae\x01\n\x08\x41nnounce\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\r\n\x05index\x18\x02 \x01(\r\x12&\n\x04page\x18\x03 \x01(\x0b\x32\x18.pdserve.rpc.v1.PageName\x12\x12\n\nvalid_rows\x18\x04 \x01(\r\x12\x13\n\x0b\x63ontent_key\x18\x05 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\x12\x10\n\x08sealed_s\x18\n \x01(\x01\"6\n\x03\x41\x63k\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\r\n\x05index\x18\x02 \x01(\r\"G\n\x04Nack\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"\x98\x02\n\x06\x46inish\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x14\n\x0cnext_counter\x18\x04 \x01(\x04\x12,\n\x06\x66inish\x18\x05 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\x12\x15\n\rnum_announced\x18\x06 \x01(\r\x12\x19\n\x11\x64igest_of_digests\x18\x07 \x01(\x0c\x12&\n\x06ledger\x18\x08 \x01(\x0b\x32\x16.pdserve.rpc.v1.Ledger\x12-\n\x07logprob\x18\t \x01(\x0b\x32\x1c.pdserve.rpc.v1.TokenLogprob\"*\n\x06\x43ommit\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\":\n\x05Renew\x12!\n\x04keys\x18\x01 \x03(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\x0e\n\x06\x61nswer\x18\x02 \x01(\x08\"k\n\rTransferAbort\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12(\n\x07outcome\x18\x02 \x01(\x0e\x32\x17.pdserve.rpc.v1.Outcome\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\xab\x03\n\x08\x45nvelope\x12\x0e\n\x06sender\x18\x01 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x02 \x01(\x06\x12\x1c\n\x14receiver_incarnation\x18\x03 \x01(\x06\x12&\n\x05grant\x18\x04 \x01(\x0b\x32\x15.pdserve.rpc.v1.GrantH\x00\x12,\n\x08\x61nnounce\x18\x05 \x01(\x0b\x32\x18.pdserve.rpc.v1.AnnounceH\x00\x12\"\n\x03\x61\x63k\x18\x06 \x01(\x0b\x32\x13.pdserve.rpc.v1.AckH\x00\x12$\n\x04nack\x18\x07 \x01(\x0b\x32\x14.pdserve.rpc.v1.NackH\x00\x12(\n\x06\x66inish\x18\x08 \x01(\x0b\x32\x16.pdserve.rpc.v1.FinishH\x00\x12(\n\x06\x63ommit\x18\t \x01(\x0b\x32\x16.pdserve.rpc.v1.CommitH\x00\x12&\n\x05renew\x18\n \x01(\x0b\x32\x15.pdserve.rpc.v1.RenewH\x00\x12.\n\x05\x61\x62ort\x18\x0b \x01(\x0b\x32\x1d.pdserve.rpc.v1.TransferAbortH\x00\x42\t\n\x07message\">\n\x0f\x45xchangeRequest\x12+\n\tenvelopes\x18\x01 \x03(\x0b\x32\x18.pdserve.rpc.v1.Envelope\"?\n\x10\x45xchangeResponse\x12+\n\tenvelopes\x18\x01 \x03(\x0b\x32\x18.pdserve.rpc.v1.Envelope2d\n\x0fTransferService\x12Q\n\x08\x45xchange\x12\x1f.pdserve.rpc.v1.ExchangeRequest\x1a .pdserve.rpc.v1.ExchangeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,19 +43,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NACK']._serialized_start=463
   _globals['_NACK']._serialized_end=534
   _globals['_FINISH']._serialized_start=537
-  _globals['_FINISH']._serialized_end=770
-  _globals['_COMMIT']._serialized_start=772
-  _globals['_COMMIT']._serialized_end=814
-  _globals['_RENEW']._serialized_start=816
-  _globals['_RENEW']._serialized_end=874
-  _globals['_TRANSFERABORT']._serialized_start=876
-  _globals['_TRANSFERABORT']._serialized_end=983
-  _globals['_ENVELOPE']._serialized_start=986
-  _globals['_ENVELOPE']._serialized_end=1413
-  _globals['_EXCHANGEREQUEST']._serialized_start=1415
-  _globals['_EXCHANGEREQUEST']._serialized_end=1477
-  _globals['_EXCHANGERESPONSE']._serialized_start=1479
-  _globals['_EXCHANGERESPONSE']._serialized_end=1542
-  _globals['_TRANSFERSERVICE']._serialized_start=1544
-  _globals['_TRANSFERSERVICE']._serialized_end=1644
+  _globals['_FINISH']._serialized_end=817
+  _globals['_COMMIT']._serialized_start=819
+  _globals['_COMMIT']._serialized_end=861
+  _globals['_RENEW']._serialized_start=863
+  _globals['_RENEW']._serialized_end=921
+  _globals['_TRANSFERABORT']._serialized_start=923
+  _globals['_TRANSFERABORT']._serialized_end=1030
+  _globals['_ENVELOPE']._serialized_start=1033
+  _globals['_ENVELOPE']._serialized_end=1460
+  _globals['_EXCHANGEREQUEST']._serialized_start=1462
+  _globals['_EXCHANGEREQUEST']._serialized_end=1524
+  _globals['_EXCHANGERESPONSE']._serialized_start=1526
+  _globals['_EXCHANGERESPONSE']._serialized_end=1589
+  _globals['_TRANSFERSERVICE']._serialized_start=1591
+  _globals['_TRANSFERSERVICE']._serialized_end=1691
 # @@protoc_insertion_point(module_scope)

@@ -175,6 +175,7 @@ class Finish(_message.Message):
     NUM_ANNOUNCED_FIELD_NUMBER: _builtins.int
     DIGEST_OF_DIGESTS_FIELD_NUMBER: _builtins.int
     LEDGER_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     token_id: _builtins.int
     next_counter: _builtins.int
@@ -185,6 +186,10 @@ class Finish(_message.Message):
     def key(self) -> _common_pb2.Key: ...
     @_builtins.property
     def ledger(self) -> _common_pb2.Ledger: ...
+    @_builtins.property
+    def logprob(self) -> _common_pb2.TokenLogprob:
+        """If the request asks for log-probabilities."""
+
     def __init__(
         self,
         *,
@@ -196,10 +201,11 @@ class Finish(_message.Message):
         num_announced: _builtins.int = ...,
         digest_of_digests: _builtins.bytes = ...,
         ledger: _common_pb2.Ledger | None = ...,
+        logprob: _common_pb2.TokenLogprob | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "ledger", b"ledger"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "ledger", b"ledger", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest_of_digests", b"digest_of_digests", "finish", b"finish", "index", b"index", "key", b"key", "ledger", b"ledger", "next_counter", b"next_counter", "num_announced", b"num_announced", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest_of_digests", b"digest_of_digests", "finish", b"finish", "index", b"index", "key", b"key", "ledger", b"ledger", "logprob", b"logprob", "next_counter", b"next_counter", "num_announced", b"num_announced", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
