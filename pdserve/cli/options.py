@@ -22,6 +22,7 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", envvar="PDSERVE_CONFIG", help="TOML file with settings.", dir_okay=False),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def settings_of(cls: type[T], section: str = "") -> Callable[[Callable[..., None]], Command]:
