@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from pdserve.api import GenerateInput, ModelInfo
+from pdserve.chat.parts import Part
 from pdserve.errors import ModelError
 from pdserve.rpc.status import error_from_rpc
 from pdserve.rpc.v1 import cluster_pb2
@@ -72,16 +73,16 @@ class TextStream:
         self._decoder, self._matcher = decoder, matcher
         self.stopped = False
 
-    def push(self, token_id: int) -> str:
-        """Text that became certain with this token. After a match: sets `stopped`, and gives no more text."""
-        return self._feed(self._decoder.push(token_id))
+    def push(self, token_id: int) -> Part:
+        """What became certain with this token. After a match: sets `stopped`, and gives no more."""
+        return Part(text=self._feed(self._decoder.push(token_id)))
 
-    def finish(self) -> str:
+    def finish(self) -> Part:
         """What was held back, at the end of the stream."""
         if self.stopped:
-            return ""
+            return Part()
         text = self._feed(self._decoder.finish())
-        return text + self._matcher.finish() if self._matcher is not None else text
+        return Part(text=text + self._matcher.finish() if self._matcher is not None else text)
 
     def _feed(self, text: str) -> str:
         if self._matcher is None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pdserve.api import Admitted, Chunk, End, Explanation, StreamEvent, Timings
+from pdserve.chat.parts import Part, joined
 from pdserve.clock import Clock
 from pdserve.errors import PdserveError
 from pdserve.messages import PrefillRequest, Report, Reserve, Reserved, Token
@@ -76,7 +77,7 @@ class RequestRun:
         self._busy = False
         self._wake = asyncio.Event()
         self._ids: list[int] = []
-        self._pieces: list[str] = []
+        self._parts: list[Part] = []
         self._end: ev.EndStream | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ticket: bytes | None = None
@@ -139,15 +140,22 @@ class RequestRun:
 
     async def _next_chunk(self) -> Chunk | None:
         """All tokens that came since the last chunk; None when the stream has ended."""
-        while not (self._ids or self._pieces):
+        while not (self._ids or self._parts):
             if self._end is not None:
                 return None
             self._wake.clear()
             await self._wake.wait()
         index = len(self._state.delivered) - len(self._ids)
-        chunk = Chunk(index=index, token_ids=tuple(self._ids), text="".join(self._pieces))
+        part = joined(self._parts)
+        chunk = Chunk(
+            index=index,
+            token_ids=tuple(self._ids),
+            text=part.text,
+            reasoning=part.reasoning,
+            tool_calls=part.tool_calls,
+        )
         self._ids.clear()
-        self._pieces.clear()
+        self._parts.clear()
         return chunk
 
     def _result(self) -> End:
@@ -279,9 +287,9 @@ class RequestRun:
         self._last_at = now
         self._ids.append(effect.token_id)
         if self._text is not None:
-            piece = self._text.push(effect.token_id)
-            if self._request.want_text and piece:
-                self._pieces.append(piece)
+            part = self._text.push(effect.token_id)
+            if self._request.want_text and part:
+                self._parts.append(part)
             if self._text.stopped:
                 self._todo.append(ev.StopMatched())
         self._wake.set()
@@ -306,7 +314,7 @@ class RequestRun:
         if self._text is not None and effect.finish is not None and self._request.want_text:
             rest = self._text.finish()
             if rest:
-                self._pieces.append(rest)
+                self._parts.append(rest)
         self._count(self._end)
         self._wake.set()
 
