@@ -14,22 +14,29 @@ from pdserve.api import (
     Explanation,
     FleetStatus,
     ModelInfo,
+    PromptInfo,
     RebalanceAnswer,
     Timings,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolChoice,
+    ToolMode,
     WorkerStatus,
 )
 from pdserve.client.aio import AsyncClient, AsyncStream
 from pdserve.client.blocking import Client, Stream
 from pdserve.client.connect import TlsOptions
 from pdserve.client.request import GenerateOptions
-from pdserve.client.result import Result
+from pdserve.client.result import Choice, Result
 from pdserve.messages import Outcome
-from pdserve.types import FinishReason, Ledger, Usage
+from pdserve.types import FinishReason, Grammar, GrammarKind, Ledger, TokenLogprob, Usage
 
 __all__ = [
     "AsyncClient",
     "AsyncStream",
     "ChatMessage",
+    "Choice",
     "Chunk",
     "Client",
     "ExpertReport",
@@ -37,14 +44,23 @@ __all__ = [
     "FinishReason",
     "FleetStatus",
     "GenerateOptions",
+    "Grammar",
+    "GrammarKind",
     "Ledger",
     "ModelInfo",
     "Outcome",
+    "PromptInfo",
     "RebalanceAnswer",
     "Result",
     "Stream",
     "Timings",
     "TlsOptions",
+    "TokenLogprob",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolChoice",
+    "ToolMode",
     "Usage",
     "WorkerStatus",
 ]

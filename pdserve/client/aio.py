@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pdserve.api import Chunk, ExpertReport, Explanation, FleetStatus, ModelInfo, RebalanceAnswer
+from pdserve.client.chat import Message
 from pdserve.client.connect import TlsOptions, connections
 from pdserve.client.request import (
     CONTROL_TIMEOUT_S,
@@ -14,7 +15,6 @@ from pdserve.client.request import (
     GRACE_S,
     PLAN_TIMEOUT_S,
     GenerateOptions,
-    Message,
     build,
     to_wire,
 )
