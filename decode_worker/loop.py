@@ -194,7 +194,8 @@ class DecodeRole:
                 entry.computing.done()
                 return []
             case TokenSampled():
-                return self._run(entry, table.Sampled(index=event.index, token_id=event.token_id), now)
+                made = table.Sampled(index=event.index, token_id=event.token_id, logprob=event.logprob)
+                return self._run(entry, made, now)
             case SeqFinished():
                 assert event.reason is not None
                 return self._run(entry, table.Finished(reason=event.reason), now)
@@ -361,7 +362,7 @@ class DecodeRole:
                 entry.compute.ready(now)
                 self._sequences.prefill(entry, effect.verified_pages)
             case table.DEmit():
-                token = Token(key=key, index=effect.index, token_id=effect.token_id)
+                token = Token(key=key, index=effect.index, token_id=effect.token_id, logprob=effect.logprob)
                 if not entry.tokens:
                     token = self.emitted(token, now)
                 entry.tokens.append(token)

@@ -322,7 +322,10 @@ class PrefillRole:
     def _on_finished(self, entry: Entry, event: SeqFinished, now: float) -> list[Effect]:
         assert entry.token is not None
         entry.done_at = now
-        first = table.FirstToken(index=entry.token.index, token_id=entry.token.token_id, finish=event.reason)
+        made = entry.token
+        first = table.FirstToken(
+            index=made.index, token_id=made.token_id, finish=event.reason, logprob=made.logprob
+        )
         return self._run(entry, first, now)
 
     def _run(self, entry: Entry, event: table.PEvent, now: float) -> list[Effect]:

@@ -39,7 +39,7 @@ from kvtransfer.session.decode_events import (
 from kvtransfer.session.guard import finish_record
 from kvtransfer.transport import ReadStatus
 from pdserve.messages import Abort, Ack, Announce, Commit, Finish, Grant, Nack, Outcome
-from pdserve.types import HandoverMode, Key
+from pdserve.types import HandoverMode, Key, TokenLogprob
 
 MAX_READS = 3
 
@@ -307,7 +307,7 @@ class DecodeSession:
         self.committed = True
         first = self.finish
         out: list[DEffect] = [DSend(message=Commit(key=self.key)), DRun(finish=first)]
-        out += self._emit(first.index, first.token_id)
+        out += self._emit(first.index, first.token_id, first.logprob)
         if first.finish is not None:
             return out + self._end(DEnd(finish=first.finish), Outcome.COMPLETE)
         self.computing = True
@@ -344,14 +344,14 @@ class DecodeSession:
             self.state = DState.RUNNING
         if self.state is not DState.RUNNING:
             return []
-        return self._emit(event.index, event.token_id)
+        return self._emit(event.index, event.token_id, event.logprob)
 
-    def _emit(self, index: int, token_id: int) -> list[DEffect]:
+    def _emit(self, index: int, token_id: int, logprob: TokenLogprob | None) -> list[DEffect]:
         """Each index once, from the first that was not delivered before: forced tokens are never repeated."""
         if index < self.next_index:
             return []
         self.next_index = index + 1
-        return [DEmit(index=index, token_id=token_id)]
+        return [DEmit(index=index, token_id=token_id, logprob=logprob)]
 
     def _on_finished(self, event: Finished) -> list[DEffect]:
         self.computing = False

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvtransfer.transport import ReadStatus
 from pdserve.messages import Abort, Ack, Announce, Commit, Finish, Grant, Nack, Outcome
-from pdserve.types import FinishReason, HandoverMode
+from pdserve.types import FinishReason, HandoverMode, TokenLogprob
 
 # ---- events ------------------------------------------------------------------------------------------
 
@@ -48,10 +48,11 @@ class WrongPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """Our own engine made completion token `index`."""
+    """Our own engine made completion token `index`. logprob: if the request asks for it."""
 
     index: int
     token_id: int
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +143,7 @@ class DEmit:
 
     index: int
     token_id: int
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

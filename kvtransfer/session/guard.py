@@ -157,10 +157,11 @@ def _other_side(call: Reserve | PrefillRequest, facts: ticket.TicketFacts) -> st
 
 def finish_record(finish: Finish) -> bytes:
     """What a Finish says besides its pages, for the digest it carries: a first token that changed on the way
-    is refused like a page that did."""
+    is refused like a page that did, and so is its log-probability."""
     reason = finish.finish.value if finish.finish is not None else ""
     fields = (finish.key, finish.index, finish.token_id, finish.next_counter, reason, finish.num_announced)
-    return "|".join(map(str, fields)).encode()
+    logprob = () if finish.logprob is None else (finish.logprob,)
+    return "|".join(map(str, (*fields, *logprob))).encode()
 
 
 def sampling_room(num_prompt: int, sampling: SamplingParams, max_context: int) -> int:

@@ -280,7 +280,7 @@ class PrefillSession:
         message = Finish(
             key=self.key, index=self.first.index, token_id=self.first.token_id,
             next_counter=self.first.index + 1, finish=self.first.finish,
-            num_announced=len(announced), digest_of_digests=b"",
+            num_announced=len(announced), digest_of_digests=b"", logprob=self.first.logprob,
         )  # fmt: skip
         digest = digest_of_digests(announced, finish_record(message))
         return [PSend(message=replace(message, digest_of_digests=digest))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.messages import Abort, Ack, Announce, Commit, Finish, Grant, Nack, Outcome
-from pdserve.types import FinishReason, PageName
+from pdserve.types import FinishReason, PageName, TokenLogprob
 
 # ---- events ------------------------------------------------------------------------------------------
 
@@ -50,11 +50,13 @@ class PreemptedEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:
-    """The prompt is done and token `index` sampled; finish is set if the request ends with it."""
+    """The prompt is done and token `index` sampled; finish is set if the request ends with it. logprob: if
+    the request asks for it."""
 
     index: int
     token_id: int
     finish: FinishReason | None
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

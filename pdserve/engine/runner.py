@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pdserve.engine.batch import build_batch, fault
+from pdserve.engine.masks import TokenMasks
 from pdserve.engine.numerics import numerics_id
 from pdserve.engine.own_rows import OwnRows, everywhere
-from pdserve.engine.sampler import Draw, sample
+from pdserve.engine.picking import Picked, TokenPicker
 from pdserve.engine.threads import apply_thread_count
 from pdserve.engine.warmup import warmup_plans
 from pdserve.errors import ConfigError
@@ -124,6 +125,7 @@ class ModelRunner:
         attention: str = "divided",
         threads: int | None = None,
         weights: str = EXACT,
+        masks: TokenMasks | None = None,
     ) -> None:
         """Builds the model. Raises ConfigError where the pool does not fit it, or for another device.
 
@@ -132,7 +134,8 @@ class ModelRunner:
         placement: of experts over the group; None: in order.
         attention: divided by heads; "repeated": the ranks divide experts alone; "rows": each rank computes
         the sequences whose pages lie in its part of the pool, which all ranks map. threads: None for the
-        process's default. weights: the scheme of linears (`models.precision`).
+        process's default. weights: the scheme of linears (`models.precision`). masks: of grammars; None: a
+        sequence with a grammar fails.
         """
         if device != "cpu":
             raise ConfigError(f"device {device!r} is not supported; use cpu")
@@ -165,6 +168,7 @@ class ModelRunner:
         if isinstance(self._decoder, OwnRowsDecoder) and group is not None:
             self._own = OwnRows(Homes.over(pool.num_pages, group.size), group)
         self._capture = capture_logits
+        self._picker = TokenPicker(model.limits.end_token_ids, masks)
 
     @property
     def page_size(self) -> int:
@@ -207,12 +211,13 @@ class ModelRunner:
             self._pool.copy_page(source, target)
         faults = {s.seq_id: self._fault(s) for s in plan.seqs}
         failed = {seq_id: why for seq_id, why in faults.items() if why is not None}
-        tokens = self._run([s for s in plan.seqs if s.seq_id not in failed], failed)
+        picked = self._run([s for s in plan.seqs if s.seq_id not in failed], failed)
         return StepResult(
             step_id=plan.step_id,
-            tokens=tokens,
+            tokens=picked.tokens,
             elapsed_s=time.perf_counter() - began,
             failed=failed or None,
+            logprobs=picked.logprobs,
         )
 
     def warmup(
@@ -250,10 +255,10 @@ class ModelRunner:
         )
         return self._own.fault(seq) if found is None and self._own is not None else found
 
-    def _run(self, seqs: Sequence[SeqStep], failed: dict[str, str]) -> dict[str, int]:
+    def _run(self, seqs: Sequence[SeqStep], failed: dict[str, str]) -> Picked:
         """Computes all sequences at once; if that breaks, one by one, so that only the broken one fails."""
         if not seqs:
-            return {}
+            return Picked()
         try:
             return self._forward(seqs, failed)
         except Exception:
@@ -262,23 +267,23 @@ class ModelRunner:
             _log.exception("a step failed")
             if len(seqs) == 1:
                 failed[seqs[0].seq_id] = _BROKE
-                return {}
-        tokens: dict[str, int] = {}
+                return Picked()
+        picked = Picked()
         for seq in seqs:  # rows are written again with the same values
-            tokens |= self._run([seq], failed)
-        return tokens
+            picked.add(self._run([seq], failed))
+        return picked
 
-    def _forward(self, seqs: Sequence[SeqStep], failed: dict[str, str]) -> dict[str, int]:
+    def _forward(self, seqs: Sequence[SeqStep], failed: dict[str, str]) -> Picked:
         with torch.inference_mode():
             sampled, logits_RV = self._compute(seqs)
             if self._group is not None and self._group.rank:
-                return {}
+                return Picked()
             best_R = best_tokens(logits_RV)
         rows = [i for i, best in enumerate(best_R) if best >= 0]
         failed |= {s.seq_id: _NOT_NUMBERS for s, best in zip(sampled, best_R, strict=True) if best < 0}
         if len(rows) < len(best_R):
             logits_RV = logits_RV[rows]
-        return self._sample([sampled[i] for i in rows], logits_RV, [best_R[i] for i in rows])
+        return self._sample([sampled[i] for i in rows], logits_RV, [best_R[i] for i in rows], failed)
 
     def _compute(self, seqs: Sequence[SeqStep]) -> tuple[tuple[SeqStep, ...], torch.Tensor]:
         """The sampled sequences and their logits [R, V], in one order."""
@@ -288,10 +293,11 @@ class ModelRunner:
         batch = build_batch(seqs, self.page_size)
         return batch.sampled, self._model.forward(batch.token_ids_T, self._kv, batch.meta, batch.logit_rows_R)
 
-    def _sample(self, seqs: Sequence[SeqStep], logits_RV: torch.Tensor, best_R: list[int]) -> dict[str, int]:
+    def _sample(
+        self, seqs: Sequence[SeqStep], logits_RV: torch.Tensor, best_R: list[int], failed: dict[str, str]
+    ) -> Picked:
         if self._capture:
             self.last_logits |= {s.seq_id: row.clone() for s, row in zip(seqs, logits_RV, strict=True)}
-        if not seqs:
-            return {}
-        draws = [Draw(params=s.sampling, counter=s.sample_counter) for s in seqs]
-        return dict(zip((s.seq_id for s in seqs), sample(logits_RV.numpy(), draws, best_R), strict=True))
+        picked = self._picker.pick(seqs, logits_RV.numpy(), best_R)
+        failed |= picked.failed
+        return picked

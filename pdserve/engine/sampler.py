@@ -1,10 +1,13 @@
-"""From a row of logits to a token: greedy, temperature, top-k, top-p, min-p, with counter-based randomness.
+"""From a row of logits to a token: temperature, top-k, top-p, min-p, typical-p, counter-based randomness.
 
-What lives here: what one row becomes. What does not: which rows are sampled (`runner`). A token depends on
-(its row of logits, the parameters, the counter) only: never on the batch, the clock or earlier draws.
+What lives here: what one row becomes. What does not: which rows are sampled (`runner`), what else a request
+does to its row (`processors`). A token depends on (its row of logits, the parameters, the counter) only:
+never on the batch, the clock or earlier draws.
 
 The order of filters and their edges are those of transformers' logits processors: temperature, top-k (ties
-with the k-th stay), top-p (a token stays while the mass above it is under p), min-p (relative to the best).
+with the k-th stay), top-p (a token stays while the mass above it is under p), min-p (relative to the best),
+typical-p (Meister et al. 2022: those whose surprise is nearest to the entropy, until their mass reaches p).
+A logit of -inf is a token that is impossible; one at least is not.
 Random numbers are Philox 4x64 (Salmon et al. 2011), key = seed, counter = the token's completion index.
 
 Legend: R rows, V vocabulary, C candidates that pass the filters.
@@ -54,12 +57,13 @@ def sample(
     """
     greedy = logits_RV.argmax(axis=1).tolist() if best_R is None else best_R
     return [
-        token if draw.params.temperature == 0 else _sample_row(row, draw)
+        token if draw.params.temperature == 0 else sample_row(row, draw)
         for token, row, draw in zip(greedy, logits_RV, draws, strict=True)
     ]
 
 
-def _sample_row(row_V: FloatRow, draw: Draw) -> int:
+def sample_row(row_V: FloatRow, draw: Draw) -> int:
+    """One token, drawn at a temperature above 0."""
     ids_C, weights_C = candidates(row_V, draw.params)
     return int(ids_C[_pick(weights_C, uniform(draw.params.seed, draw.counter))])
 
@@ -99,6 +103,9 @@ def candidates(row_V: FloatRow, params: SamplingParams) -> tuple[Ids, Weights]:
     if params.min_p > 0.0:
         keep = weights_C >= params.min_p * weights_C.max()
         ids_C, weights_C = ids_C[keep], weights_C[keep]
+    if params.typical_p < 1.0:
+        keep = _typical(weights_C, params.typical_p)
+        ids_C, weights_C = ids_C[keep], weights_C[keep]
     return ids_C, weights_C
 
 
@@ -112,10 +119,21 @@ def _top_k(row_V: FloatRow, k: int) -> Ids:
     return np.flatnonzero(row_V >= kth)
 
 
-def _falling(row_C: FloatRow, count: int) -> Ids:
+def falling(row_C: FloatRow, count: int) -> Ids:
     """Indices of the `count` highest by falling logit, lower first among equals (and ties of the last)."""
     index = np.arange(row_C.size) if count >= row_C.size else _top_k(row_C, count)
     return index[np.argsort(-row_C[index], kind="stable")]
+
+
+def _typical(weights_C: Weights, typical_p: float) -> Ids:
+    """Indices of those that stay, ascending; those as far from the entropy as the last one do too."""
+    shares = weights_C / weights_C.sum()
+    with np.errstate(divide="ignore", invalid="ignore"):  # without weight: infinitely surprising
+        surprise = -np.log(shares)
+        far = np.abs(surprise - np.nansum(shares * surprise))
+    order = np.argsort(far, kind="stable")
+    last = min(int(np.searchsorted(shares[order].cumsum(), typical_p, side="left")), order.size - 1)
+    return np.flatnonzero(far <= far[order[last]])
 
 
 def _top_p(row_C: FloatRow, weights_C: Weights, top_p: float) -> Ids:
@@ -123,7 +141,7 @@ def _top_p(row_C: FloatRow, weights_C: Weights, top_p: float) -> Ids:
     limit = top_p * weights_C.sum()
     count = _FIRST_GUESS
     while True:
-        order = _falling(row_C, count)
+        order = falling(row_C, count)
         sums = weights_C[order].cumsum()
         if sums[-1] >= limit or order.size == row_C.size:
             return order[: max(1, int(np.searchsorted(sums, limit, side="left")) + 1)]

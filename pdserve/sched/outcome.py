@@ -42,15 +42,17 @@ class Outcomes:
             return [SeqFailed(seq_id=seq.seq_id, message=message)]
         seq.num_computed = step.start + len(step.token_ids)
         events: list[SeqEvent] = [*self._binder.seal_full(seq, step.start)]
-        return events + self._sampled(seq, result.tokens[seq.seq_id]) if step.sample else events
+        return events + self._sampled(seq, result) if step.sample else events
 
-    def _sampled(self, seq: Seq, token_id: int) -> list[SeqEvent]:
+    def _sampled(self, seq: Seq, result: StepResult) -> list[SeqEvent]:
+        token_id, logprob = result.tokens[seq.seq_id], result.logprobs.get(seq.seq_id)
         prefill_only = seq.spec.kind is SeqKind.PREFILL_ONLY
         events: list[SeqEvent] = [*self._binder.seal_tail(seq)] if prefill_only else []
         if seq.prompt_done_due:
             seq.prompt_done_due = False
             events.append(PromptDone(seq_id=seq.seq_id))
-        events.append(TokenSampled(seq_id=seq.seq_id, index=seq.num_completion, token_id=token_id))
+        index = seq.num_completion
+        events.append(TokenSampled(seq_id=seq.seq_id, index=index, token_id=token_id, logprob=logprob))
         seq.tokens.append(token_id)
         reason = self._stop_reason(seq, token_id)
         if prefill_only or reason is not None:

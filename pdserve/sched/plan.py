@@ -6,10 +6,10 @@ and the scheduler turns that into `SeqEvent`s for the role (prefill or decode) t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pdserve.types import FinishReason, SamplingParams
+from pdserve.types import FinishReason, SamplingParams, TokenLogprob
 
 
 class SeqKind(StrEnum):
@@ -49,11 +49,20 @@ class SeqSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """All of a sequence's tokens so far: its prompt, then what was made of it from num_prompt on."""
+
+    token_ids: tuple[int, ...]
+    num_prompt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SeqStep:
     """One sequence's share of a step: rows [start, start + len(token_ids)) of its KV are computed.
 
     pages: block table covering at least start + len(token_ids) rows. sample: whether a token is sampled
-    after the last row; its counter is `sample_counter` (the completion index of that token).
+    after the last row; its counter is `sample_counter` (the completion index of that token). history: there
+    when a token is sampled that depends on more than the row (`sequence.needs_history`).
     """
 
     seq_id: str
@@ -63,6 +72,7 @@ class SeqStep:
     sample: bool
     sample_counter: int
     sampling: SamplingParams
+    history: History | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +94,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What the runner made of a plan. tokens: sampled token by seq_id. failed: seq_id → message, for
-    sequences whose own share went wrong; the others are good. elapsed_s: compute time. began_s, ended_s: by
-    the worker's monotonic clock; None where nobody stamped it."""
+    """What the runner made of a plan. tokens: sampled token by seq_id. logprobs: those of sequences that ask
+    for them. failed: seq_id → message, for sequences whose own share went wrong; the others are good.
+    elapsed_s: compute time. began_s, ended_s: by the worker's monotonic clock; None where nobody stamped it.
+    """
 
     step_id: int
     tokens: dict[str, int]
@@ -94,6 +105,7 @@ class StepResult:
     began_s: float | None = None
     ended_s: float | None = None
     failed: dict[str, str] | None = None
+    logprobs: dict[str, TokenLogprob] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +130,12 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSampled:
-    """Completion token `index` of the sequence."""
+    """Completion token `index` of the sequence. logprob: if it asks for log-probabilities."""
 
     seq_id: str
     index: int
     token_id: int
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

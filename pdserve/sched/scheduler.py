@@ -153,12 +153,14 @@ class StepScheduler:
 
 def _seq_step(seq: Seq, rows: int) -> SeqStep:
     start = seq.num_computed
+    sample = rows == seq.remaining
     return SeqStep(
         seq_id=seq.seq_id,
         token_ids=tuple(seq.tokens[start : start + rows]),
         start=start,
         pages=seq.pages,
-        sample=rows == seq.remaining,
+        sample=sample,
         sample_counter=seq.num_completion,
         sampling=seq.spec.sampling,
+        history=seq.history() if sample else None,
     )

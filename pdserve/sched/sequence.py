@@ -6,7 +6,8 @@ from pdserve.errors import InternalError
 from pdserve.kvcache.allocator import Holder, HolderKind
 from pdserve.kvcache.contentkeys import KeyChain
 from pdserve.kvcache.layout import pages_for
-from pdserve.sched.plan import SeqKind, SeqSpec
+from pdserve.sched.plan import History, SeqKind, SeqSpec
+from pdserve.types import SamplingParams
 
 PATIENCE_S = 0.001
 """A request's turn comes this long after its arrival for each row it has to compute, about what that takes on
@@ -25,6 +26,7 @@ class Seq:
         "chain",
         "copies",
         "holder",
+        "needs_history",
         "num_computed",
         "num_shared",
         "order",
@@ -39,6 +41,7 @@ class Seq:
     def __init__(self, spec: SeqSpec, order: int) -> None:
         self.spec = spec
         self.order = order
+        self.needs_history = needs_history(spec.sampling)
         self.holder = Holder(HolderKind.REQUEST, spec.seq_id)
         self.tokens = list(spec.token_ids)
         self.num_computed = spec.num_computed
@@ -79,6 +82,12 @@ class Seq:
         """Pages to bind before all rows of `tokens` have a place."""
         return max(0, pages_for(len(self.tokens), page_size) - len(self.pages))
 
+    def history(self) -> History | None:
+        """For a step that samples: all tokens so far, if its next one depends on them."""
+        if not self.needs_history:
+            return None
+        return History(token_ids=tuple(self.tokens), num_prompt=self.spec.num_prompt)
+
     def need_not_compute(self, num_rows: int) -> None:
         """Its turn comes sooner by rows that are cached. Only before it is in the roster."""
         self.turn -= PATIENCE_S * num_rows
@@ -94,6 +103,18 @@ class Seq:
         self.num_shared = self.num_computed = 0
         self.copies = ()
         self.replaced = ()
+
+
+def needs_history(sampling: SamplingParams) -> bool:
+    """Whether a token depends on those before it in other ways than by the model's logits."""
+    return (
+        sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+        or sampling.min_tokens > 0
+        or bool(sampling.bad_words)
+        or sampling.grammar is not None
+    )
 
 
 def check_spec(spec: SeqSpec, page_size: int) -> None:
