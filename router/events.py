@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.messages import Ended, Outcome, Prefilled, Refused, Reserved, Token
-from pdserve.types import FinishReason, HandoverMode, Key, Ledger, PeerRef, Usage
+from pdserve.types import FinishReason, HandoverMode, Key, Ledger, PeerRef, TokenLogprob, Usage
 
 # ---- events ------------------------------------------------------------------------------------------
 # From D: Reserved, Refused, Token, Ended. From P: Prefilled, PrefillRefused.
@@ -192,10 +192,11 @@ class SwitchLocal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emit:
-    """Completion token `index` goes to the client. Every index once, in order."""
+    """Completion token `index` goes to the client. Every index once, in order. logprob: if asked for."""
 
     index: int
     token_id: int
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

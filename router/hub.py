@@ -24,6 +24,7 @@ from router.dispatch import Dispatcher
 from router.explain import MAX_EXPLAINED, Explained
 from router.metrics import RouterMetrics
 from router.model import ServedModel
+from router.output import Output
 from router.request import RequestRun, Services
 from router.roster import Roster
 from router.tickets import TicketMint
@@ -110,13 +111,14 @@ class Hub:
         target = Target(model=model.name, limits=model.limits, capacity=self.roster.capacity())
         checked = check_fields(source, target, seed=secrets.randbits(64))
         request = check_prompt(checked, await model.encode(source), target)
-        text = model.text(request.stop) if request.want_text or request.stop else None
+        watch = request.want_text or request.stop
+        text = model.text(request.stop, request.sampling.min_tokens) if watch else None
         self._arrivals += 1
         return RequestRun(
             self._services,
             secrets.token_hex(16),
             request,
-            text,
+            Output(request, text, model.token_bytes),
             arrival=self._arrivals,
             started_at=started_at,
             deadline_at=started_at

@@ -110,7 +110,7 @@ def _token(state: RequestState, event: Token) -> list[ev.Effect]:
         return _out_of_order(state, event)
     state.phase = Phase.RUNNING
     state.delivered.append(event.token_id)
-    out: list[ev.Effect] = [ev.Emit(index=event.index, token_id=event.token_id)]
+    out: list[ev.Effect] = [ev.Emit(index=event.index, token_id=event.token_id, logprob=event.logprob)]
     return [*drop_prefill(state, tell=False), *out] if state.prefill_live else out
 
 

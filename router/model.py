@@ -61,21 +61,37 @@ class ServedModel:
         messages = [{"role": m.role, "content": m.content} for m in source.messages or ()]
         return tuple(self._tokenizer.encode_chat(messages))
 
-    def text(self, stop: tuple[str, ...]) -> TextStream:
-        """A decoder for one completion that ends at the first of the stop texts."""
-        return TextStream(IncrementalDecoder(self._tokenizer), StopMatcher(stop) if stop else None)
+    def text(self, stop: tuple[str, ...], min_tokens: int = 0) -> TextStream:
+        """A decoder for one completion that ends at the first of the stop texts; in its first `min_tokens`
+        tokens none is looked for."""
+        matcher = StopMatcher(stop) if stop else None
+        return TextStream(IncrementalDecoder(self._tokenizer), matcher, min_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token's text, be they a part of a character."""
+        return self._tokenizer.token_bytes(token_id)
 
 
 class TextStream:
     """Text of one completion: what may go to the client, and whether a stop text was found."""
 
-    def __init__(self, decoder: IncrementalDecoder, matcher: StopMatcher | None) -> None:
+    def __init__(self, decoder: IncrementalDecoder, matcher: StopMatcher | None, min_tokens: int = 0) -> None:
         self._decoder, self._matcher = decoder, matcher
+        self._unmatched = min_tokens
         self.stopped = False
+
+    @property
+    def stop_text(self) -> str:
+        """The stop text that was found, or empty."""
+        return (self._matcher.stop or "") if self._matcher is not None else ""
 
     def push(self, token_id: int) -> Part:
         """What became certain with this token. After a match: sets `stopped`, and gives no more."""
-        return Part(text=self._feed(self._decoder.push(token_id)))
+        text = self._decoder.push(token_id)
+        if self._unmatched:
+            self._unmatched -= 1
+            return Part(text=text)
+        return Part(text=self._feed(text))
 
     def finish(self) -> Part:
         """What was held back, at the end of the stream."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pdserve.api import Admitted, Chunk, End, Explanation, StreamEvent, Timings
-from pdserve.chat.parts import Part, joined
 from pdserve.clock import Clock
 from pdserve.errors import PdserveError
 from pdserve.messages import PrefillRequest, Report, Reserve, Reserved, Token
@@ -26,7 +25,7 @@ from router.explain import progress, told_by, waiting_for
 from router.ledger import Journal, assemble
 from router.lifecycle import step
 from router.metrics import RouterMetrics
-from router.model import TextStream
+from router.output import Output
 from router.request_state import Phase, RequestState
 from router.roster import Roster
 from router.tickets import TicketMint
@@ -56,7 +55,7 @@ class RequestRun:
         services: Services,
         request_id: str,
         request: ValidRequest,
-        text: TextStream | None,
+        output: Output,
         *,
         arrival: int,
         started_at: float,
@@ -64,7 +63,7 @@ class RequestRun:
         tenant: str,
     ) -> None:
         """tenant: from the authenticator, never from the request."""
-        self._services, self._request, self._text = services, request, text
+        self._services, self._request, self._output = services, request, output
         self.tenant = tenant
         self._state = RequestState(
             request_id=request_id,
@@ -76,8 +75,6 @@ class RequestRun:
         self._todo: deque[ev.Event] = deque()
         self._busy = False
         self._wake = asyncio.Event()
-        self._ids: list[int] = []
-        self._parts: list[Part] = []
         self._end: ev.EndStream | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ticket: bytes | None = None
@@ -134,29 +131,20 @@ class RequestRun:
             )
             while (chunk := await self._next_chunk()) is not None:
                 yield chunk
-            yield self._result()
+            end = self._result()
+            yield self._output.end(end.finish_reason)
+            yield end
         finally:
             self.apply(ev.ClientGone())
 
     async def _next_chunk(self) -> Chunk | None:
         """All tokens that came since the last chunk; None when the stream has ended."""
-        while not (self._ids or self._parts):
+        while not self._output.waits:
             if self._end is not None:
                 return None
             self._wake.clear()
             await self._wake.wait()
-        index = len(self._state.delivered) - len(self._ids)
-        part = joined(self._parts)
-        chunk = Chunk(
-            index=index,
-            token_ids=tuple(self._ids),
-            text=part.text,
-            reasoning=part.reasoning,
-            tool_calls=part.tool_calls,
-        )
-        self._ids.clear()
-        self._parts.clear()
-        return chunk
+        return self._output.take()
 
     def _result(self) -> End:
         end = self._end
@@ -285,13 +273,9 @@ class RequestRun:
             self._journal.token(self._told, now, self._services.roster.clocks(*self._peers))
             metrics.ttft.observe(now - self._started_at)
         self._last_at = now
-        self._ids.append(effect.token_id)
-        if self._text is not None:
-            part = self._text.push(effect.token_id)
-            if self._request.want_text and part:
-                self._parts.append(part)
-            if self._text.stopped:
-                self._todo.append(ev.StopMatched())
+        self._output.push(effect.token_id, effect.logprob)
+        if self._output.stopped:
+            self._todo.append(ev.StopMatched())
         self._wake.set()
 
     def _cancel_decode(self, effect: ev.CancelDecode) -> None:
@@ -311,10 +295,8 @@ class RequestRun:
         self._end = replace(effect, ledger=self._whole(told, now))
         if self._timer is not None:
             self._timer.cancel()
-        if self._text is not None and effect.finish is not None and self._request.want_text:
-            rest = self._text.finish()
-            if rest:
-                self._parts.append(rest)
+        if effect.finish is not None:
+            self._output.finish()
         self._count(self._end)
         self._wake.set()
 

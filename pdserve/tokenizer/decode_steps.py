@@ -1,8 +1,9 @@
 """The decoders of `tokenizers` as machines that take one token at a time.
 
 Each step turns a stream of pieces into a stream of pieces and may hold some back until it knows what they
-become. Joined, the pieces are exactly what the library's decoder makes of the whole list. Not here: the
-choice of tokens (`incremental`). A decoder that no step can follow is refused when the model is loaded.
+become. Joined, the pieces are exactly what the library's decoder makes of the whole list; `raw` is about one
+token by itself, in the midst of a text. Not here: the choice of tokens (`incremental`). A decoder that no
+step can follow is refused when the model is loaded.
 """
 
 from __future__ import annotations
@@ -18,10 +19,18 @@ _BYTES = {char: byte for byte, char in byte_alphabet().items()}
 
 
 class Step(Protocol):
-    """One decoder. `push` and `finish` return pieces that will never change."""
+    """One decoder. `push` and `finish` return pieces that will never change; `raw` changes nothing."""
 
     def push(self, piece: str) -> Sequence[str]: ...
     def finish(self) -> Sequence[str]: ...
+    def raw(self, piece: str) -> str | bytes: ...
+
+
+class _Plain:
+    """A step that does to a token by itself what it does to it in a text."""
+
+    def raw(self, piece: str) -> str:
+        return piece
 
 
 class ByteLevel:
@@ -31,14 +40,16 @@ class ByteLevel:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, piece: str) -> Sequence[str]:
-        try:
-            raw = bytes([_BYTES[char] for char in piece])
-        except KeyError:  # an added token, spelled as itself
-            raw = piece.encode("utf-8")
-        return (self._utf8.decode(raw),)
+        return (self._utf8.decode(self.raw(piece)),)
 
     def finish(self) -> Sequence[str]:
         return (self._utf8.decode(b"", True),)
+
+    def raw(self, piece: str) -> bytes:
+        try:
+            return bytes([_BYTES[char] for char in piece])
+        except KeyError:  # an added token, spelled as itself
+            return piece.encode("utf-8")
 
 
 class ByteFallback:
@@ -66,6 +77,10 @@ class ByteFallback:
         except UnicodeDecodeError:
             return ("\ufffd",) * len(run)
 
+    def raw(self, piece: str) -> str | bytes:
+        byte = _fallback_byte(piece)
+        return piece if byte is None else bytes([byte])
+
 
 def _fallback_byte(piece: str) -> int | None:
     if len(piece) != 6 or not (piece.startswith("<0x") and piece.endswith(">")):
@@ -87,10 +102,13 @@ class Replace:
         self._pattern, self._content = pattern, content
 
     def push(self, piece: str) -> Sequence[str]:
-        return (piece.replace(self._pattern, self._content),)
+        return (self.raw(piece),)
 
     def finish(self) -> Sequence[str]:
         return ()
+
+    def raw(self, piece: str) -> str:
+        return piece.replace(self._pattern, self._content)
 
 
 class StripEach:
@@ -100,18 +118,21 @@ class StripEach:
         self._content, self._left, self._right = content, left, right
 
     def push(self, piece: str) -> Sequence[str]:
+        return (self.raw(piece),)
+
+    def finish(self) -> Sequence[str]:
+        return ()
+
+    def raw(self, piece: str) -> str:
         start, end = 0, len(piece)
         while start < min(self._left, len(piece)) and piece[start] == self._content:
             start += 1
         while len(piece) - end < self._right and end > 0 and piece[end - 1] == self._content:
             end -= 1
-        return (piece[start:end],) if start <= end else ("",)
-
-    def finish(self) -> Sequence[str]:
-        return ()
+        return piece[start:end]
 
 
-class StripStart:
+class StripStart(_Plain):
     """Strips up to `left` times a character from the start of the whole text."""
 
     def __init__(self, content: str, left: int) -> None:
@@ -142,8 +163,11 @@ class Metaspace:
     def finish(self) -> Sequence[str]:
         return ()
 
+    def raw(self, piece: str) -> str:
+        return piece.replace(self._mark, " ")
 
-class JoinWithSpaces:
+
+class JoinWithSpaces(_Plain):
     """What the library does without a decoder: tokens with a space between."""
 
     def __init__(self) -> None:

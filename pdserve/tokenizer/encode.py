@@ -40,6 +40,8 @@ class Tokenizer:
         self._control = install_stand_ins(self._plain)
         self._template = ChatTemplate(bundle.chat_template) if bundle.chat_template else None
         self.new_decode_steps = compile_decoder(_decoder_spec(bundle.tokenizer_json))
+        self._raw_steps = self.new_decode_steps()
+        self._raw: dict[int, bytes] = {}
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain prompt, with what the model wants before it (BOS). Special tokens stay text."""
@@ -71,6 +73,24 @@ class Tokenizer:
         """The vocabulary's spelling of one id, or None for an id that has none."""
         text: str | None = self._parsing.id_to_token(token_id)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one id puts into the midst of a text, be they a part of a character; a special token
+        is spelled. Empty for an id that has no text."""
+        found = self._raw.get(token_id)
+        if found is None:
+            found = self._raw[token_id] = self._token_bytes(self.token_text(token_id) or "")
+        return found
+
+    def _token_bytes(self, text: str) -> bytes:
+        if self.is_special(text):
+            return text.encode()
+        for step in self._raw_steps:
+            made = step.raw(text)
+            if isinstance(made, bytes):
+                return made
+            text = made
+        return text.encode()
 
     def is_special(self, token_text: str) -> bool:
         """Whether a token of this spelling is left out of decoded text."""

@@ -134,3 +134,22 @@ def test_work_per_token_does_not_grow_with_the_stream(tmp_path: Path) -> None:
         decoder.push(i)
     assert len(decoder.finish()) > 0
     assert len(seen) == len(ids)
+
+
+def test_bytes_of_tokens_add_up_to_the_text(tmp_path: Path) -> None:
+    for kind in ("gpt2", "older", "spm"):
+        (tmp_path / kind).mkdir()
+        tokenizer = _made(tmp_path / kind, kind)
+        text = "the cat 🐈 and the Straße, naïve"
+        found = b"".join(map(tokenizer.token_bytes, tokenizer.encode(text)))
+        assert found.decode().endswith(text), kind  # what the model wants before it is spelled too
+
+
+def test_bytes_of_a_part_of_a_character_are_exact(tmp_path: Path) -> None:
+    for kind in ("gpt2", "spm"):
+        (tmp_path / kind).mkdir()
+        tokenizer = _made(tmp_path / kind, kind)
+        parts = [tokenizer.token_bytes(i) for i in tokenizer.encode("🐈")]
+        assert b"".join(parts).endswith("🐈".encode())
+        assert parts[-1] in (b"\x88", b"\x90\x88"), kind
+        assert tokenizer.token_bytes(10**6) == b""
