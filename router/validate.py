@@ -1,8 +1,8 @@
 """A client's request into a ValidRequest, or a typed error naming the field. Only that goes further.
 
 Two steps, as tokenising lies between them: `check_fields` sees all but token ids, `check_prompt` the ids.
-Documented defaults: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, a drawn seed, max_tokens 256 (never
-past the context), a deadline of 600 s, priority 0.
+Documented defaults: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, typical_p 1, no penalties, a drawn
+seed, max_tokens 256 (never past the context), a deadline of 600 s, priority 0.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from pdserve.api import ChatMessage, GenerateInput, SamplingInput
 from pdserve.errors import InvalidRequest, NeverFits, PromptTooLong, UnknownModel, UnsupportedFeature
 from pdserve.types import ModelLimits, SamplingParams
+from router.sampling import number, sampling_params, whole
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_DEADLINE_S = MAX_DEADLINE_S = 600.0
-MAX_TEMPERATURE = 100.0
 MAX_STOP_TEXTS, MAX_STOP_BYTES = 16, 256
-MAX_STOP_IDS = 64
 MAX_PRIORITY = 100
 MAX_LABEL_BYTES = 128
 MAX_MESSAGES = 1024
@@ -28,10 +27,7 @@ _NOT_YET = (
     "bad_words", "best_of", "beam_width", "length_penalty", "echo", "prompt_logprobs", "tools", "tool_choice",
     "thinking",
 )  # fmt: skip
-_SAMPLING_NOT_YET = (
-    "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens",
-    "bad_words", "logprobs", "grammar",
-)  # fmt: skip
+_SAMPLING_NOT_YET = ("grammar",)
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -80,10 +76,10 @@ def check_fields(source: GenerateInput, target: Target, *, seed: int) -> Checked
     _check_input(source)
     _check_plain(source)
     _check_stop(source.stop)
-    deadline = _number("deadline_s", source.deadline_s, 0.0, MAX_DEADLINE_S)
+    deadline = number("deadline_s", source.deadline_s, 0.0, MAX_DEADLINE_S)
     return Checked(
         source=source,
-        sampling=_sampling(source.sampling, target.limits, seed),
+        sampling=sampling_params(source.sampling, target.limits, seed),
         max_tokens=source.sampling.max_tokens,
         deadline_s=deadline or DEFAULT_DEADLINE_S,
     )
@@ -101,6 +97,8 @@ def check_prompt(checked: Checked, token_ids: tuple[int, ...], target: Target) -
         raise InvalidRequest.field("tokens", f"ids must be below the vocabulary size, {limits.vocab_size}.")
     source, sampling = checked.source, checked.sampling
     max_tokens = _max_tokens(checked.max_tokens, len(token_ids), target)
+    if sampling.min_tokens > max_tokens:
+        raise InvalidRequest.field("sampling.min_tokens", f"is more than max_tokens, which is {max_tokens}.")
     stops = frozenset(sampling.stop_token_ids)
     return ValidRequest(
         token_ids=token_ids,
@@ -132,25 +130,6 @@ def _max_tokens(asked: int | None, num_prompt: int, target: Target) -> int:
     raise NeverFits(
         f"The prompt and max_tokens need {num_prompt + wanted} tokens of KV cache; the largest worker "
         f"holds {target.capacity}: ask for less, or start workers with more KV memory."
-    )
-
-
-def _sampling(asked: SamplingInput, limits: ModelLimits, seed: int) -> SamplingParams:
-    top_k = 0 if asked.top_k is None else _whole("sampling.top_k", asked.top_k, 0, limits.vocab_size)
-    if asked.max_tokens is not None:
-        _whole("sampling.max_tokens", asked.max_tokens, 1, 2**32 - 1)
-    if len(asked.stop_token_ids) > MAX_STOP_IDS:
-        raise InvalidRequest.field("sampling.stop_token_ids", f"may have {MAX_STOP_IDS} ids at most.")
-    for token_id in asked.stop_token_ids:
-        _whole("sampling.stop_token_ids", token_id, 0, limits.vocab_size - 1)
-    return SamplingParams(
-        temperature=_or("sampling.temperature", asked.temperature, 0.0, MAX_TEMPERATURE, default=0.0),
-        top_k=top_k,
-        top_p=_open("sampling.top_p", asked.top_p, low_open=True, default=1.0),
-        min_p=_open("sampling.min_p", asked.min_p, low_open=False, default=0.0),
-        seed=seed if asked.seed is None else _whole("sampling.seed", asked.seed, 0, 2**64 - 1),
-        stop_token_ids=asked.stop_token_ids,
-        ignore_eos=asked.ignore_eos,
     )
 
 
@@ -188,9 +167,9 @@ def _check_supported(source: GenerateInput) -> None:
 
 def _check_plain(source: GenerateInput) -> None:
     _check_supported(source)
-    if _number("resume_window_s", source.resume_window_s, 0.0, math.inf) > 0:
+    if number("resume_window_s", source.resume_window_s, 0.0, math.inf) > 0:
         raise UnsupportedFeature.field("resume_window_s", "resuming is not supported yet; send 0.")
-    _whole("priority", source.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    whole("priority", source.priority, -MAX_PRIORITY, MAX_PRIORITY)
     if len(source.client_request_id.encode()) > MAX_LABEL_BYTES:
         raise InvalidRequest.field("client_request_id", f"may have {MAX_LABEL_BYTES} bytes at most.")
     if source.trace_id and not _TRACE_ID.fullmatch(source.trace_id):
@@ -203,32 +182,3 @@ def _check_stop(stop: tuple[str, ...]) -> None:
     for text in stop:
         if not text or len(text.encode()) > MAX_STOP_BYTES:
             raise InvalidRequest.field("stop", f"each text must have 1 to {MAX_STOP_BYTES} bytes.")
-
-
-def _number(name: str, value: float, low: float, high: float) -> float:
-    """A finite number in [low, high]; raises InvalidRequest."""
-    if not math.isfinite(value) or not low <= value <= high:
-        bounds = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of at least {low:g}"
-        raise InvalidRequest.field(name, f"must be a number {bounds}.")
-    return value
-
-
-def _or(name: str, value: float | None, low: float, high: float, *, default: float) -> float:
-    return default if value is None else _number(name, value, low, high)
-
-
-def _open(name: str, value: float | None, *, low_open: bool, default: float) -> float:
-    """A share: in (0, 1] with `low_open`, else in [0, 1)."""
-    if value is None:
-        return default
-    good = 0.0 < value <= 1.0 if low_open else 0.0 <= value < 1.0
-    if not good:
-        bounds = "above 0 and at most 1" if low_open else "at least 0 and below 1"
-        raise InvalidRequest.field(name, f"must be a number {bounds}.")
-    return value
-
-
-def _whole(name: str, value: int, low: int, high: int) -> int:
-    if not low <= value <= high:
-        raise InvalidRequest.field(name, f"must be a whole number from {low} to {high}.")
-    return value

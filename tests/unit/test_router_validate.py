@@ -61,6 +61,27 @@ BAD = [
     (sampling(seed=2**64), "invalid_request", "sampling.seed"),
     (sampling(stop_token_ids=(100,)), "invalid_request", "sampling.stop_token_ids"),
     (sampling(stop_token_ids=(1,) * 65), "invalid_request", "sampling.stop_token_ids"),
+    *((sampling(typical_p=p), "invalid_request", "sampling.typical_p") for p in (-0.1, 0.0, 1.1, nan)),
+    *(
+        (sampling(repetition_penalty=p), "invalid_request", "sampling.repetition_penalty")
+        for p in (0.0, -1.0, 10.1, nan)
+    ),
+    *(
+        (sampling(**{name: p}), "invalid_request", f"sampling.{name}")
+        for name in ("presence_penalty", "frequency_penalty")
+        for p in (-2.1, 2.1, nan, inf)
+    ),
+    *(
+        (sampling(logit_bias=b), "invalid_request", "sampling.logit_bias")
+        for b in (((100, 1.0),), ((5, 100.5),), ((5, nan),), ((5, -inf),), ((5, 1.0), (5, 2.0)))
+    ),
+    (sampling(logit_bias=tuple((i, 1.0) for i in range(1025))), "invalid_request", "sampling.logit_bias"),
+    *(
+        (sampling(bad_words=w), "invalid_request", "sampling.bad_words")
+        for w in (((),), ((100,),), ((1, -1),), ((1,) * 17,), ((1,),) * 65)
+    ),
+    *((sampling(logprobs=n), "invalid_request", "sampling.logprobs") for n in (-1, 21)),
+    (sampling(min_tokens=-1), "invalid_request", "sampling.min_tokens"),
 ]  # fmt: skip
 
 
@@ -103,6 +124,33 @@ def test_documented_defaults() -> None:
         model="m", limits=ModelLimits(vocab_size=9, max_context=9999, end_token_ids=(), bos_token_id=None)
     )
     assert valid(ask(), target=wide).sampling.max_tokens == 256
+
+
+def test_min_tokens_fit_into_max_tokens() -> None:
+    assert valid(sampling(min_tokens=4, max_tokens=4)).sampling.min_tokens == 4
+    for source, ids in (
+        (sampling(min_tokens=5, max_tokens=4), (5,)),
+        (sampling(min_tokens=64), (5,)),  # the context ends before
+    ):
+        with pytest.raises(PdserveError, match="min_tokens") as caught:
+            valid(source, ids)
+        assert caught.value.label == "invalid_request"
+
+
+def test_what_was_asked_of_logits_is_kept() -> None:
+    params = valid(
+        sampling(
+            typical_p=0.9, repetition_penalty=1.2, presence_penalty=-2.0, frequency_penalty=2.0,
+            logit_bias=((9, 1.5), (3, -100.0)), min_tokens=2, bad_words=((1,), (2, 3)), logprobs=0,
+        )
+    ).sampling  # fmt: skip
+    assert (params.typical_p, params.repetition_penalty) == (0.9, 1.2)
+    assert (params.presence_penalty, params.frequency_penalty) == (-2.0, 2.0)
+    assert params.logit_bias == ((3, -100.0), (9, 1.5))
+    assert (params.min_tokens, params.bad_words, params.logprobs) == (2, ((1,), (2, 3)), 0)
+    plain = valid(ask()).sampling
+    assert (plain.typical_p, plain.repetition_penalty, plain.presence_penalty) == (1.0, 1.0, 0.0)
+    assert (plain.min_tokens, plain.bad_words, plain.logprobs, plain.logit_bias) == (0, (), None, ())
 
 
 def test_what_was_asked_is_kept() -> None:
