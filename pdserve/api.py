@@ -316,6 +316,35 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SecondsHistogram:
+    """counts[i]: of values at most bounds[i] and above the bound before it; the last: above all of them."""
+
+    bounds: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+    sum: float = 0.0
+
+
+_NO_SECONDS = SecondsHistogram()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What a router did since it started; only grows. completion_tokens: those that went to clients.
+    failed_requests: ended in an error or cancelled."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    finished_requests: int = 0
+    failed_requests: int = 0
+    ttft: SecondsHistogram = _NO_SECONDS
+    itl: SecondsHistogram = _NO_SECONDS
+
+
+_NO_TRAFFIC = Traffic()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStatus:
     """A router's view of the fleet. pairing_problems: why pairs of workers can not be used together."""
 
@@ -326,6 +355,7 @@ class FleetStatus:
     uptime_s: float
     draining: bool
     pairing_problems: tuple[str, ...]
+    traffic: Traffic = _NO_TRAFFIC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

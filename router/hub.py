@@ -190,6 +190,7 @@ class Hub:
             uptime_s=now - self._started_at,
             draining=self.draining,
             pairing_problems=self.roster.pairing_problems(),
+            traffic=self.metrics.traffic(),
         )
 
     def _worker_status(self, incarnation: int, now: float) -> WorkerStatus:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
+from pdserve.api import SecondsHistogram, Traffic
 from pdserve.errors import BY_LABEL, ConfigError
 from pdserve.obs.ledger import path_seconds
 from pdserve.obs.metrics import PAGE_STATES
@@ -67,6 +70,7 @@ class RouterMetrics:
         self.ignored = Counter(
             "pdserve_ignored_tokens", "Tokens of given-up tries, and repeated ones.", registry=registry
         )
+        self.sent = Counter("pdserve_sent_tokens", "Tokens that went to clients.", registry=registry)
         self.tokens = Counter("pdserve_tokens", "Tokens by kind.", ["kind"], registry=registry)
         for kind in ("prompt", "cached", "completion"):
             self.tokens.labels(kind)
@@ -91,6 +95,21 @@ class RouterMetrics:
         if ledger.transfer.pages:
             self.transfer.observe(ledger.transfer_s)
 
+    def traffic(self) -> Traffic:
+        """What the router did since it started, from the same counters that Prometheus reads."""
+        outcomes = {sample.labels["outcome"]: sample.value for sample in _samples(self._requests, "_total")}
+        tokens = {sample.labels["kind"]: int(sample.value) for sample in _samples(self.tokens, "_total")}
+        finished = sum(int(outcomes.get(reason, 0)) for reason in FinishReason)
+        return Traffic(
+            prompt_tokens=tokens["prompt"],
+            cached_tokens=tokens["cached"],
+            completion_tokens=int(next(_samples(self.sent, "_total")).value),
+            finished_requests=finished,
+            failed_requests=int(sum(outcomes.values())) - finished,
+            ttft=_seconds(self.ttft),
+            itl=_seconds(self.itl),
+        )
+
     def watch(
         self,
         members: Callable[[], Iterable[Member]],
@@ -109,6 +128,22 @@ class RouterMetrics:
                 f"metrics_port: port {port} can not be listened on; is it in use? Choose another."
             ) from None
         return MetricsPort(server, thread)
+
+
+def _samples(metric: Collector, suffix: str) -> Iterator[Sample]:
+    """The samples of a metric whose name ends so."""
+    return (s for family in metric.collect() for s in family.samples if s.name.endswith(suffix))
+
+
+def _seconds(metric: Histogram) -> SecondsHistogram:
+    """A histogram's counts by bucket; Prometheus gives them cumulated."""
+    buckets = [(float(s.labels["le"]), int(s.value)) for s in _samples(metric, "_bucket")]
+    below = [0, *(count for _, count in buckets)]
+    return SecondsHistogram(
+        bounds=tuple(bound for bound, _ in buckets[:-1]),
+        counts=tuple(high - low for low, high in itertools.pairwise(below)),
+        sum=next(_samples(metric, "_sum")).value,
+    )
 
 
 class MetricsPort:

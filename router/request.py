@@ -273,6 +273,7 @@ class RequestRun:
             self._journal.token(self._told, now, self._services.roster.clocks(*self._peers))
             metrics.ttft.observe(now - self._started_at)
         self._last_at = now
+        metrics.sent.inc()
         self._output.push(effect.token_id, effect.logprob)
         if self._output.stopped:
             self._todo.append(ev.StopMatched())

@@ -69,7 +69,7 @@ def chat(
     tls_key: TlsKey = "",
     tls_server_name: TlsName = "",
 ) -> None:
-    """Talk with the model. Ctrl-C stops an answer, /reset forgets, /exit or Ctrl-D ends."""
+    """Talk with the model: /system, /regen, /undo, /help. Ctrl-C stops an answer, /exit or Ctrl-D ends."""
     from pdserve.cli.chat import run
 
     router = router_at(address, tls_ca, tls_cert, tls_key, tls_server_name)
@@ -88,6 +88,23 @@ def status(
     from pdserve.cli.status import run
 
     run(router_at(address, tls_ca, tls_cert, tls_key, tls_server_name), as_json)
+
+
+def top(
+    address: Address = "127.0.0.1:50051",
+    once: Annotated[bool, typer.Option("--once", help="Look once, print and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, max=60, help="Seconds between two looks.")] = 1.0,
+    as_json: AsJson = False,
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_server_name: TlsName = "",
+) -> None:
+    """Watch the fleet: tokens per second, latencies, queues, page pools by state. Ctrl-C ends."""
+    from pdserve.cli.top import run
+
+    router = router_at(address, tls_ca, tls_cert, tls_key, tls_server_name)
+    run(router, once=once, as_json=as_json, interval=interval)
 
 
 def explain(
@@ -162,5 +179,5 @@ def experts(
 
 def add_to(app: typer.Typer) -> None:
     """Gives the application these commands."""
-    for command in (generate, chat, status, explain, experts):
+    for command in (generate, chat, status, top, explain, experts):
         app.command()(command)

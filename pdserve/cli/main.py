@@ -86,6 +86,14 @@ def certs(
 
 
 @app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Check this machine (CPU, memory, limits, ports, Ray, torch, GPU, NIXL) and say what to do."""
+    from pdserve.cli.doctor import run
+
+    raise typer.Exit(run(as_json))
+
+
+@app.command()
 def version() -> None:
     """Print the versions of pdserve and of what it runs on."""
     from pdserve.cli.version import run

@@ -74,7 +74,7 @@ def _row(worker: WorkerStatus) -> tuple[str, ...]:
         str(record.role),
         f"{record.peer.incarnation:016x}",
         str(record.pid),
-        _state(worker),
+        state_of(worker),
         str(load.num_running),
         f"{load.num_waiting} ({load.waiting_tokens} tok)",
         f"{worker.outstanding_requests} ({worker.outstanding_tokens} tok)",
@@ -88,7 +88,8 @@ def _row(worker: WorkerStatus) -> tuple[str, ...]:
     )
 
 
-def _state(worker: WorkerStatus) -> str:
+def state_of(worker: WorkerStatus) -> str:
+    """What a router thinks of a worker, in a word."""
     if worker.suspect:
         return "suspect"
     if worker.load.draining:

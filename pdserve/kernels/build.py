@@ -83,7 +83,7 @@ def has_byte_products(environ: Mapping[str, str] = os.environ) -> bool:
 def plan_build(sources: Path = _SOURCES, name: str = "kernels") -> BuildPlan:
     """What would be built here of a folder's C++. Raises ConfigError without a compiler or AVX2."""
     cpu = _cpu()
-    compiler = _find_compiler()
+    compiler = find_compiler()
     flags = (*_FLAGS, *_ISA_FLAGS[chosen_isa(cpu)])
     source_hash = hashlib.sha256()
     for path in sorted(sources.iterdir()):
@@ -180,7 +180,8 @@ def _cpu() -> str:
     return cpu
 
 
-def _find_compiler() -> tuple[str, ...]:
+def find_compiler() -> tuple[str, ...]:
+    """The command of a C++ compiler. Raises ConfigError where there is none."""
     named = os.environ.get("CXX", "").split()
     for words in (named,) if named else (["c++"], ["g++"], ["clang++"]):
         path = shutil.which(words[0])

@@ -140,6 +140,38 @@ def test_chat_answers_and_ends(up: Up) -> None:
     assert len(result.stdout.replace("> ", "").strip()) > 3
 
 
+def test_chat_knows_its_commands(up: Up) -> None:
+    lines = [
+        "/regen",
+        "/system Answer in one word.",
+        "Say hello.",
+        "/regen",
+        "/history",
+        "/undo",
+        "/what",
+        "/exit",
+    ]
+    result = up.run("chat", "--max-tokens", "4", "--seed", "5", stdin="".join(f"{line}\n" for line in lines))
+    assert result.returncode == 0
+    told = result.stderr.splitlines()
+    assert "There is nothing to answer again." in told
+    assert sum(line.startswith("[4 tokens, first after") for line in told) == 2
+    assert "system: Answer in one word." in told
+    assert "user: Say hello." in told
+    assert told[-2:] == ["0 turns are left.", "There is no command /what; /help shows them."]
+
+
+def test_top_shows_rates_and_pools_once(up: Up) -> None:
+    up.run("generate", "Once", "--max-tokens", "4", "--ignore-eos")
+    found = json.loads(up.run("top", "--json", "--interval", "0.1").stdout)
+    assert found["traffic"]["completion_tokens"] >= 4
+    assert sum(found["traffic"]["ttft"]["counts"]) >= 1
+    assert found["rates"]["completion_tokens"] == 0
+    page = up.run("top", "--once", "--interval", "0.1").stdout
+    assert "decode-0" in page
+    assert "TTFT p99" in page
+
+
 def test_status_shows_the_workers_and_their_pools(up: Up) -> None:
     workers = json.loads(up.run("status", "--json").stdout)["workers"]
     assert {worker["record"]["role"] for worker in workers} == {"prefill", "decode"}

@@ -312,6 +312,16 @@ stream_events = st.one_of(
 models = st.builds(
     api.ModelInfo, model=text, limits=limits, has_chat_template=st.booleans(), dtype=text, model_digest=text
 )
+seconds = st.builds(
+    api.SecondsHistogram,
+    bounds=st.lists(double, max_size=3).map(tuple),
+    counts=st.lists(u64, max_size=4).map(tuple),
+    sum=double,
+)
+traffics = st.builds(
+    api.Traffic, prompt_tokens=u64, cached_tokens=u64, completion_tokens=u64, finished_requests=u64,
+    failed_requests=u64, ttft=seconds, itl=seconds,
+)  # fmt: skip
 statuses = st.builds(
     api.FleetStatus,
     router_id=text,
@@ -332,6 +342,7 @@ statuses = st.builds(
     uptime_s=double,
     draining=st.booleans(),
     pairing_problems=st.lists(text, max_size=2).map(tuple),
+    traffic=traffics,
 )
 reports = st.none() | st.builds(messages.Report, doing=text, ledger=ledgers)
 explanations = st.builds(

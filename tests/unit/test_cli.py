@@ -64,6 +64,14 @@ def test_exit_codes_and_one_line_errors(
         assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(shell: str) -> None:
+    script = pdserve("--show-completion", shell, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "_PDSERVE_COMPLETE" in script.stdout
+    asked = {"_PDSERVE_COMPLETE": "complete_bash", "COMP_WORDS": "pdserve sta", "COMP_CWORD": "1"}
+    assert "status" in pdserve(**asked).stdout.split()
+
+
 def test_help_loads_neither_torch_nor_ray_nor_grpc() -> None:
     check = "import sys, pdserve.cli.main; print([m for m in ('torch', 'ray', 'grpc') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)

@@ -8,6 +8,8 @@ from pdserve.api import (
     Explanation,
     FleetStatus,
     ModelInfo,
+    SecondsHistogram,
+    Traffic,
     WorkerStatus,
 )
 from pdserve.rpc.convert.ledger import ledger_from_pb, ledger_to_pb
@@ -91,6 +93,7 @@ def fleet_status_to_pb(value: FleetStatus) -> pb.GetStatusResponse:
         uptime_s=value.uptime_s,
         draining=value.draining,
         pairing_problems=value.pairing_problems,
+        traffic=_traffic_to_pb(value.traffic),
     )
 
 
@@ -103,4 +106,26 @@ def fleet_status_from_pb(message: pb.GetStatusResponse) -> FleetStatus:
         uptime_s=message.uptime_s,
         draining=message.draining,
         pairing_problems=tuple(message.pairing_problems),
+        traffic=_traffic_from_pb(message.traffic),
     )
+
+
+_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "finished_requests", "failed_requests")
+
+
+def _traffic_to_pb(value: Traffic) -> pb.Traffic:
+    plain = {name: getattr(value, name) for name in _COUNTS}
+    return pb.Traffic(**plain, ttft=_seconds_to_pb(value.ttft), itl=_seconds_to_pb(value.itl))
+
+
+def _traffic_from_pb(message: pb.Traffic) -> Traffic:
+    plain = {name: getattr(message, name) for name in _COUNTS}
+    return Traffic(**plain, ttft=_seconds_from_pb(message.ttft), itl=_seconds_from_pb(message.itl))
+
+
+def _seconds_to_pb(value: SecondsHistogram) -> pb.SecondsHistogram:
+    return pb.SecondsHistogram(bounds=value.bounds, counts=value.counts, sum=value.sum)
+
+
+def _seconds_from_pb(message: pb.SecondsHistogram) -> SecondsHistogram:
+    return SecondsHistogram(bounds=tuple(message.bounds), counts=tuple(message.counts), sum=message.sum)

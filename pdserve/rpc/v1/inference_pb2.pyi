@@ -1055,6 +1055,77 @@ class WorkerStatus(_message.Message):
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
 
 @_typing.final
+class SecondsHistogram(_message.Message):
+    """Counts of seconds: counts[i] of those at most bounds[i], the last of those above all bounds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOUNDS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    SUM_FIELD_NUMBER: _builtins.int
+    sum: _builtins.float
+    @_builtins.property
+    def bounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        bounds: _abc.Iterable[_builtins.float] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        sum: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounds", b"bounds", "counts", b"counts", "sum", b"sum"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecondsHistogram: _TypeAlias = SecondsHistogram  # noqa: Y015
+
+@_typing.final
+class Traffic(_message.Message):
+    """What a router did since it started; only grows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    FINISHED_REQUESTS_FIELD_NUMBER: _builtins.int
+    FAILED_REQUESTS_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    ITL_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    completion_tokens: _builtins.int
+    finished_requests: _builtins.int
+    failed_requests: _builtins.int
+    """Ended in an error, or cancelled."""
+    @_builtins.property
+    def ttft(self) -> Global___SecondsHistogram: ...
+    @_builtins.property
+    def itl(self) -> Global___SecondsHistogram: ...
+    def __init__(
+        self,
+        *,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+        finished_requests: _builtins.int = ...,
+        failed_requests: _builtins.int = ...,
+        ttft: Global___SecondsHistogram | None = ...,
+        itl: Global___SecondsHistogram | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "ttft", b"ttft"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "failed_requests", b"failed_requests", "finished_requests", b"finished_requests", "itl", b"itl", "prompt_tokens", b"prompt_tokens", "ttft", b"ttft"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Traffic: _TypeAlias = Traffic  # noqa: Y015
+
+@_typing.final
 class GetStatusResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1065,6 +1136,7 @@ class GetStatusResponse(_message.Message):
     UPTIME_S_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     PAIRING_PROBLEMS_FIELD_NUMBER: _builtins.int
+    TRAFFIC_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     queued: _builtins.int
     running: _builtins.int
@@ -1076,6 +1148,8 @@ class GetStatusResponse(_message.Message):
     def pairing_problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Why pairs of workers can not be used together, in words."""
 
+    @_builtins.property
+    def traffic(self) -> Global___Traffic: ...
     def __init__(
         self,
         *,
@@ -1086,10 +1160,11 @@ class GetStatusResponse(_message.Message):
         uptime_s: _builtins.float = ...,
         draining: _builtins.bool = ...,
         pairing_problems: _abc.Iterable[_builtins.str] | None = ...,
+        traffic: Global___Traffic | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["traffic", b"traffic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "pairing_problems", b"pairing_problems", "queued", b"queued", "router_id", b"router_id", "running", b"running", "uptime_s", b"uptime_s", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "pairing_problems", b"pairing_problems", "queued", b"queued", "router_id", b"router_id", "running", b"running", "traffic", b"traffic", "uptime_s", b"uptime_s", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
