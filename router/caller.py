@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 
@@ -17,3 +18,7 @@ class Caller:
 
 ANONYMOUS = Caller()
 """Everybody, where no authentication is configured (which listens on loopback, or is asked for)."""
+
+CALLER: ContextVar[Caller] = ContextVar("caller")
+"""Of the gRPC call that is served. Only what admits clients sets it; a handler that nobody was admitted to
+has none, and fails."""

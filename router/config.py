@@ -46,6 +46,38 @@ class RouterConfig:
         help="Name that the certificates of peers must have, in place of the host dialled; empty: the host.",
     )
     reflection: bool = setting(False, help="Serve gRPC reflection.")
+    api_key_file: str = setting(
+        "", help="File of pdserve keys: whoever calls must show one of its keys. Read again when it changes."
+    )
+    api_key: str = setting(
+        "",
+        help="One key that every caller must show, for a simple start; better given as a variable than as a "
+        "flag, which others on the machine can see.",
+        secret=True,
+    )
+    jwt_issuer: str = setting(
+        "", help="Take JSON Web Tokens of this issuer; needs the extra jwt, an audience and a JWKS file."
+    )
+    jwt_audience: str = setting("", help="What the tokens' aud must name.")
+    jwt_jwks_file: str = setting(
+        "",
+        help="File with the issuer's public keys (JWKS). Nothing is fetched; it is read again when changed.",
+    )
+    jwt_tenant_claim: str = setting("tenant", help="The claim whose text is the tenant.")
+    jwt_admin_claim: str = setting(
+        "",
+        help="Admins have this claim as true, or, given as name=word, the word in its list or text of words; "
+        "empty: no token is an admin's.",
+    )
+    auth_failures_per_minute: int = setting(
+        300,
+        help="Wrong credentials that one address may show in a minute before it has to wait; 0: no bound. "
+        "Behind a proxy all clients have its address.",
+        minimum=0,
+    )
+    audit_log: str = setting(
+        "", help="File to which calls that change the fleet are appended, as JSON lines; empty: the log."
+    )
     fleet_secret: str = setting(
         "", help="Hex of the random bytes all processes of a fleet share.", secret=True, hidden=True
     )
@@ -86,6 +118,11 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         tls_files(self)
+        given = {"jwt_issuer": self.jwt_issuer, "jwt_audience": self.jwt_audience}
+        given["jwt_jwks_file"] = self.jwt_jwks_file
+        if any(given.values()) and not all(given.values()):
+            missing = next(name for name, value in given.items() if not value)
+            raise ConfigError(f"{missing}: jwt_issuer, jwt_audience and jwt_jwks_file go together")
         if self.heartbeat_timeout_s < self.suspect_after_s:
             raise ConfigError("heartbeat_timeout_s: must not be below suspect_after_s")
 

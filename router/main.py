@@ -10,9 +10,12 @@ from collections.abc import Callable
 from pdserve import failpoints
 from pdserve.clock import Clock, MonotonicClock
 from pdserve.config.tls import tls_source
-from pdserve.rpc.fleet_auth import FleetGuard
+from pdserve.rpc.guard import AccessGuard
 from pdserve.rpc.server import RpcServer, ServerOptions
 from pdserve.rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc
+from router.audit import AuditLog, Entry
+from router.auth.authenticator import Authenticator
+from router.auth.clients import EdgeClients
 from router.config import RouterConfig
 from router.hub import Hub
 from router.metrics import MetricsPort
@@ -29,7 +32,12 @@ class Router:
         failpoints.require_allowed()
         self._config = config
         tls = tls_source(config)
-        self.hub = Hub(config, clock or MonotonicClock(), tls)
+        clock = clock or MonotonicClock()
+        self.hub = Hub(config, clock, tls)
+        count = self.hub.metrics.auth_failure
+        self._audit = AuditLog(config.audit_log)
+        self.auth = Authenticator(config, count=count, keys_changed=self._audit.keys_changed, clock=clock)
+        clients = EdgeClients(self.auth, self._audit, count)
         self._rpc = RpcServer(
             ServerOptions(
                 host=config.host,
@@ -38,7 +46,7 @@ class Router:
                 reflection=config.reflection,
                 tls=tls,
             ),
-            interceptors=[FleetGuard(config.secret_bytes())],
+            interceptors=[AccessGuard(config.secret_bytes(), clients)],
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(self.hub), self._rpc.server
@@ -83,6 +91,7 @@ class Router:
 
     async def drain(self) -> None:
         """No new requests; running ones finish, up to the configured time."""
+        self._audit.write(Entry(action="drain"), "ok")
         await self._rpc.not_serving()
         await self.hub.drain(self._config.drain_timeout_s)
 

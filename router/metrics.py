@@ -16,6 +16,7 @@ from pdserve.errors import BY_LABEL, ConfigError
 from pdserve.obs.ledger import path_seconds
 from pdserve.obs.metrics import PAGE_STATES
 from pdserve.types import AGE_LIMITS_S, REBALANCE_OUTCOMES, FinishReason, Ledger, Phase, Role, UsedState
+from router.auth.refusals import Reason
 from router.membership import Member
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -63,6 +64,11 @@ class RouterMetrics:
             "pdserve_requests", "Requests by outcome: a finish reason or an error label.", ["outcome"],
             registry=registry,
         )  # fmt: skip
+        self._auth_failures = Counter(
+            "pdserve_auth_failures", "Calls refused at the door, by why.", ["reason"], registry=registry
+        )
+        for reason in Reason:
+            self._auth_failures.labels(reason)
         self.retries = Counter("pdserve_retries", "Tries after the first.", registry=registry)
         self.discarded = Counter(
             "pdserve_discarded_tokens", "Tokens that came after a stop text had matched.", registry=registry
@@ -78,6 +84,10 @@ class RouterMetrics:
     def outcome(self, name: str) -> None:
         """Counts the end of a request. A name outside the closed set counts as "internal"."""
         self._requests.labels(name if name in OUTCOMES else "internal").inc()
+
+    def auth_failure(self, reason: str) -> None:
+        """Counts a caller that was not let in; one of `Reason`."""
+        self._auth_failures.labels(Reason(reason)).inc()
 
     def ledger(self, ledger: Ledger, *, first_try: bool) -> None:
         """Observes the phases of a finished request. first_try: its first token came from its first try; else

@@ -28,6 +28,7 @@ from pdserve.rpc.convert import (
     stream_event_to_pb,
 )
 from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from router.caller import CALLER
 from router.experts import ask_experts, rebalance_experts
 from router.hub import Hub
 from router.roster import Roster
@@ -51,7 +52,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Cancelled by gRPC when the client cancels, disconnects or runs out of time."""
         source = generate_from_pb(request)
-        async with aclosing(self._hub.generate(source, context.time_remaining())) as events:  # type: ignore[type-var]
+        async with aclosing(self._hub.generate(source, context.time_remaining(), CALLER.get())) as events:  # type: ignore[type-var]
             async for event in events:
                 await context.write(stream_event_to_pb(event))
 
@@ -60,7 +61,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.AbortResponse:
         if not request.request_id:
             raise InvalidRequest.field("request_id", "is empty; send the id of the request to abort.")
-        return inference_pb2.AbortResponse(outcome=outcome_to_pb(self._hub.abort(request.request_id)))
+        return inference_pb2.AbortResponse(
+            outcome=outcome_to_pb(self._hub.abort(request.request_id, CALLER.get()))
+        )
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
@@ -97,7 +100,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.ExplainResponse:
         if not request.request_id:
             raise InvalidRequest.field("request_id", "is empty; send the id of the request to explain.")
-        return explanation_to_pb(await self._hub.explain(request.request_id))
+        return explanation_to_pb(await self._hub.explain(request.request_id, CALLER.get()))
 
     async def GetExperts(
         self, request: inference_pb2.GetExpertsRequest, context: Context

@@ -83,8 +83,23 @@ def _check(request: Any) -> None:
         raise DecodeError
 
 
-def _lenient(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+def rebuilt(
+    handler: Handler, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, parse: Any
+) -> Handler:
+    """The same kind of handler around a wrapped method. parse: of requests; None leaves them as bytes."""
+    for name, build in _WRAPPED:
+        method = getattr(handler, name)
+        if method is not None:
+            return build(
+                wrap(method), request_deserializer=parse, response_serializer=handler.response_serializer
+            )
+    return handler
+
+
+def _lenient(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
     """A deserializer of single requests whose failure is seen by the guard."""
+    if parse is None:
+        return None
 
     def parsed(data: bytes) -> Any:
         try:
@@ -106,14 +121,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        for name, build in _WRAPPED:
-            method = getattr(handler, name)
-            if method is not None:
-                parse = handler.request_deserializer
-                return build(
-                    _guard(method),
-                    # A stream's messages are parsed inside the handler, where the guard sees the error.
-                    request_deserializer=parse if handler.request_streaming else _lenient(parse),
-                    response_serializer=handler.response_serializer,
-                )
-        return handler
+        parse = handler.request_deserializer
+        # A stream's messages are parsed inside the handler, where the guard sees the error.
+        return rebuilt(handler, _guard, parse=parse if handler.request_streaming else _lenient(parse))

@@ -21,7 +21,7 @@ from pdserve.parallel.coverage import Coverage
 from pdserve.ranks.rebalancing import Rebalancing
 from pdserve.ranks.runner import ParallelRunner
 from pdserve.rpc.convert import WorkerState
-from pdserve.rpc.fleet_auth import FleetGuard
+from pdserve.rpc.guard import AccessGuard
 from pdserve.rpc.server import RpcServer, ServerOptions, is_loopback
 from pdserve.rpc.v1 import cluster_pb2_grpc
 from pdserve.types import REBALANCE_OUTCOMES, Key, PeerRef, WorkerLoad, WorkerRecord
@@ -66,7 +66,7 @@ class Serving:
             max_message_bytes=MAX_MESSAGE_BYTES,
             tls=parts.tls,
         )
-        self._server = RpcServer(options, interceptors=[FleetGuard(parts.context.secret)])
+        self._server = RpcServer(options, interceptors=[AccessGuard(parts.context.secret)])
         self._compute = compute
         self._experts = _watch(engine)
         self._keeper = ExpertKeeper(

@@ -6,6 +6,7 @@ and test_up.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -26,7 +28,7 @@ from pdserve.config.worker import WorkerConfig
 from pdserve.rpc import convert
 from pdserve.rpc.channel import open_blocking_channel
 from pdserve.rpc.fleet_auth import authenticated
-from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc
+from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.types import Role
 from tests.support.certs import Certs
 
@@ -53,10 +55,12 @@ class Stack:
         environ: dict[str, dict[str, str]] | None = None,
         certs: Certs | None = None,
         router_flags: tuple[str, ...] = (),
+        router_log: Path | None = None,
         **settings: Any,
     ) -> Stack:
         """A router and so many workers by role. settings: fields of WorkerConfig. environ: more variables by
-        the process's name ("router", "prefill-0", …; "" is all of them). certs: TLS everywhere."""
+        the process's name ("router", "prefill-0", …; "" is all of them). certs: TLS everywhere. router_log:
+        takes what the router says on stderr."""
         tls = certs.settings() if certs else {}
         flags = [text for name, path in tls.items() for text in ("--" + name.replace("_", "-"), path)]
         flags += router_flags
@@ -64,10 +68,11 @@ class Stack:
         more = environ or {}
         router_environ = {**os.environ, **more.get("", {}), **more.get("router", {})}
         router_environ["PDSERVE_FLEET_SECRET"] = secret
-        router = subprocess.Popen(
-            [sys.executable, "-m", "pdserve.cli", "router", "--port", "0", "--metrics-port", "0", *flags],
-            stdout=subprocess.PIPE, text=True, env=router_environ,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "pdserve.cli", "router", "--port", "0", "--metrics-port", "0"]
+        with router_log.open("w") if router_log else contextlib.nullcontext() as log:
+            router = subprocess.Popen(
+                [*command, *flags], stdout=subprocess.PIPE, stderr=log, text=True, env=router_environ
+            )
         assert router.stdout is not None
         found = re.search(r"listens on (\S+)", router.stdout.readline())
         assert found is not None
@@ -123,15 +128,20 @@ class Stack:
     def until(self, wanted: Callable[[FleetStatus], bool]) -> FleetStatus:
         """Asks the router until its status is as wanted."""
         end = time.monotonic() + LIMIT_S
-        with self.client() as client:
-            while not wanted(status := client.get_status()):
-                assert time.monotonic() < end, status
+        while not wanted(status := self.status()):
+            assert time.monotonic() < end, status
         return status
+
+    def status(self) -> FleetStatus:
+        """What the router says to one of its own fleet, whatever it asks of clients."""
+        with channel_to(self.address, self.certs) as channel:
+            stub = authenticated(inference_pb2_grpc.InferenceServiceStub(channel), bytes.fromhex(self.secret))
+            answer = stub.GetStatus(inference_pb2.GetStatusRequest(), timeout=LIMIT_S)
+            return convert.fleet_status_from_pb(answer)
 
     def until_idle(self) -> None:
         """Waits until no worker holds anything: every page is free or evictable, and states add up."""
-        with self.client() as client:
-            addresses = [w.record.peer.control for w in client.get_status().workers if not w.suspect]
+        addresses = [w.record.peer.control for w in self.status().workers if not w.suspect]
         end = time.monotonic() + LIMIT_S
         for address in addresses:
             with channel_to(address, self.certs) as channel:

@@ -1,0 +1,38 @@
+"""Every method of every service of ours, from the descriptors, and a call of one without stubs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pkgutil
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor
+
+from pdserve.rpc import v1
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+def our_methods() -> list[MethodDescriptor]:
+    """All of them, whatever the module they are generated into."""
+    names = [info.name for info in pkgutil.iter_modules(v1.__path__) if info.name.endswith("_pb2")]
+    modules = [importlib.import_module(f"pdserve.rpc.v1.{name}") for name in names]
+    services = [service for m in modules for service in m.DESCRIPTOR.services_by_name.values()]
+    return [method for service in services for method in service.methods]
+
+
+def path_of(method: MethodDescriptor) -> str:
+    """Its name on the wire."""
+    return f"/{method.containing_service.full_name}/{method.name}"
+
+
+def status_of(
+    address: str, path: str, metadata: Metadata = (), message: bytes = b""
+) -> tuple[grpc.StatusCode, str]:
+    """How a call with one message ends, of any kind of method: status and text."""
+    with grpc.insecure_channel(address) as channel:
+        answers = channel.stream_stream(path)(iter([message]), metadata=metadata, timeout=30)
+        with contextlib.suppress(grpc.RpcError):
+            list(answers)
+        return answers.code(), answers.details() or ""
