@@ -171,12 +171,16 @@ class Hub:
 
     def model_info(self, name: str = "") -> ModelInfo:
         """Raises UnknownModel, or Unavailable before the first worker has registered."""
+        return self.served(name).info
+
+    def served(self, name: str = "") -> ServedModel:
+        """The model of that name, "" for the one there is. Raises as `model_info`."""
         model = self._model()
         if name and name != model.name:
             raise UnknownModel(
                 "model: this server does not serve that model; leave it empty to ask for its own."
             )
-        return model.info
+        return model
 
     def status(self) -> FleetStatus:
         """What this router knows of its fleet."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import grpc
 
@@ -21,6 +23,7 @@ from pdserve.types import WorkerRecord
 from router.links import WorkerLink
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 INLINE_CHARS = 2000
 """Texts up to this long are tokenised on the event loop (well under a millisecond), longer ones off it."""
@@ -54,6 +57,26 @@ class ServedModel:
             return tuple(self._tokenizer.encode(source.prompt))
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self._encode, source)
+
+    async def encode_plain(self, text: str, *, special_tokens: bool) -> tuple[int, ...]:
+        """Ids of a text. special_tokens: with what the model wants before a prompt. Raises InvalidRequest."""
+
+        def encode() -> list[int]:
+            return self._tokenizer.encode(text, special_tokens=special_tokens)
+
+        return tuple(await self._off_loop(len(text), encode))
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Their text, special tokens as they are written."""
+        return await self._off_loop(
+            len(token_ids), lambda: self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        )
+
+    async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """The work's result: at once for little, else by another thread."""
+        if size <= INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def _encode(self, source: GenerateInput) -> tuple[int, ...]:
         if source.prompt is not None:

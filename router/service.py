@@ -26,8 +26,11 @@ from pdserve.rpc.convert import (
     outcome_to_pb,
     rebalance_answer_to_pb,
     stream_event_to_pb,
+    tokenize_from_pb,
+    tokenized_to_pb,
 )
 from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from router import texts
 from router.caller import CALLER
 from router.experts import ask_experts, rebalance_experts
 from router.hub import Hub
@@ -68,12 +71,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        raise _NOT_YET
+        return tokenized_to_pb(await texts.tokenize(self._hub, tokenize_from_pb(request)))
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        raise _NOT_YET
+        text = await texts.detokenize(self._hub, tuple(request.ids), request.model)
+        return inference_pb2.DetokenizeResponse(text=text)
 
     async def Embed(
         self, request: inference_pb2.EmbedRequest, context: Context

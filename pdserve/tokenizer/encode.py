@@ -43,9 +43,10 @@ class Tokenizer:
         self._raw_steps = self.new_decode_steps()
         self._raw: dict[int, bytes] = {}
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a plain prompt, with what the model wants before it (BOS). Special tokens stay text."""
-        return self._encode_plain(_checked(text), add_special_tokens=True)
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Ids of a plain prompt. special_tokens: with what the model wants before it (BOS). Those that the
+        text spells stay text."""
+        return self._encode_plain(_checked(text), add_special_tokens=special_tokens)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
