@@ -41,6 +41,7 @@ from pdserve.types import (
     TokenLogprob,
     Usage,
 )
+from pdserve.types import Pooling as Pooling  # a part of this API
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,13 +237,6 @@ class End:
 
 
 StreamEvent = Admitted | PromptInfo | Chunk | ChoiceEnd | End
-
-
-class Pooling(StrEnum):
-    """How a text's hidden states become one vector."""
-
-    MEAN = "mean"
-    LAST = "last"
 
 
 TextOrTokens = str | tuple[int, ...]

@@ -16,6 +16,7 @@ from pdserve.types import (
     Ledger,
     PageName,
     PeerRef,
+    Pooling,
     SamplingParams,
     TokenLogprob,
     Usage,
@@ -144,6 +145,47 @@ class Prefilled:
     outcome: Outcome
     detail: str = ""
     ledger: Ledger = Ledger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateParams:
+    """What is asked of tokens that are only run through the model; exactly one of num_top and pooling is set.
+
+    num_top: log-probabilities of the tokens from from_index on, with so many alternatives; from_index is at
+    least 1. pooling: a vector of the hidden states after the final norm.
+    """
+
+    num_top: int | None = None
+    from_index: int = 1
+    pooling: Pooling | None = None
+
+    def first_row(self, num_tokens: int) -> int:
+        """The first of the rows that the answer is made of; those before it may come from a cache."""
+        if self.pooling is None:
+            return self.from_index - 1
+        return 0 if self.pooling is Pooling.MEAN else num_tokens - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate:
+    """R → P or D: run these tokens through the model, generate nothing. tenant: whose prefixes these are."""
+
+    receiver_incarnation: int
+    token_ids: tuple[int, ...]
+    tenant: str
+    params: EvaluateParams
+    priority: int = 0
+    use_prefix_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """The answer: a log-probability for each token asked for, or a vector in float32, not normalised.
+    cached_tokens: leading ones that came from the prefix cache."""
+
+    logprobs: tuple[TokenLogprob, ...] = ()
+    vector: tuple[float, ...] = ()
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

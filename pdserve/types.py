@@ -77,6 +77,13 @@ class TokenLogprob:
     token: bytes = b""
 
 
+class Pooling(StrEnum):
+    """How a text's hidden states become one vector."""
+
+    MEAN = "mean"
+    LAST = "last"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Validated sampling parameters of one request. With the prompt and the completion so far they decide the

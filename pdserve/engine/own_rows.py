@@ -5,7 +5,8 @@ What does not: choosing homes (`pdserve.kvcache.manager`), the model between (`p
 
 All ranks have the whole plan, so each knows how many rows of logits every other one has.
 
-Legend: T tokens of ours, R rows of ours that are sampled, A rows of all ranks that are, V vocabulary.
+Legend: T tokens of ours, R rows of ours that are looked at, A rows of all ranks that are, E hidden size,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pdserve.engine.batch import build_batch
+from pdserve.engine.batch import build_batch, num_wanted
 from pdserve.kernels.kv_view import KVView
 from pdserve.kvcache.homes import Homes
 from pdserve.models.sharded_rows import OwnRowsDecoder
@@ -46,12 +47,12 @@ class OwnRows:
         return None
 
     def compute(
-        self, decoder: OwnRowsDecoder, seqs: Sequence[SeqStep], kv: KVView
+        self, decoder: OwnRowsDecoder, seqs: Sequence[SeqStep], kv: KVView, *, hidden: bool = False
     ) -> tuple[tuple[SeqStep, ...], torch.Tensor]:
         """Our rows of a step, together with the other ranks.
 
-        Returns the sampled sequences and their logits [A, V], in order of rank, on rank 0; of no use on the
-        others. Raises what the group raises.
+        Returns the sequences of rows A and their logits [A, V], in order of rank, on rank 0; of no use on the
+        others. hidden: the states before the head instead [A, E]. Raises what the group raises.
         """
         by_rank: list[list[SeqStep]] = [[] for _ in range(self._group.size)]
         for seq in seqs:
@@ -59,22 +60,23 @@ class OwnRows:
         own = by_rank[self._group.rank]
         if own:
             batch = build_batch(own, kv.page_size)
-            logits_RV = decoder.forward(batch.token_ids_T, kv, batch.meta, batch.logit_rows_R)
+            x_RE = decoder.hidden(batch.token_ids_T, kv, batch.meta, batch.logit_rows_R)
         else:
-            logits_RV = decoder.take_part()
-        sampled = [[seq for seq in of_rank if seq.sample] for of_rank in by_rank]
-        logits_AV = self._to_first(logits_RV, [len(of_rank) for of_rank in sampled])
-        return tuple(seq for of_rank in sampled for seq in of_rank), logits_AV
+            x_RE = decoder.take_part()
+        wanted = [[seq for seq in of_rank if num_wanted(seq)] for of_rank in by_rank]
+        rows = [sum(map(num_wanted, of_rank)) for of_rank in wanted]
+        results = self._to_first(x_RE if hidden else decoder.logits(x_RE), rows)
+        return tuple(seq for of_rank in wanted for seq in of_rank), results
 
     def _ours(self, page: int) -> bool:
         return self.homes.home(page) == self._group.rank
 
-    def _to_first(self, logits_RV: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """rows: of logits, by rank."""
+    def _to_first(self, results: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """rows: of results, by rank."""
         if not any(rows[1:]):
-            return logits_RV
+            return results
         others = [0] * (self._group.size - 1)
-        return self._group.all_to_all(logits_RV.contiguous(), [[count, *others] for count in rows])
+        return self._group.all_to_all(results.contiguous(), [[count, *others] for count in rows])
 
 
 def everywhere(plan: StepPlan, homes: Homes) -> StepPlan:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pdserve.engine.batch import build_batch, fault
+from pdserve.engine.evaluate import Evaluations
 from pdserve.engine.masks import TokenMasks
 from pdserve.engine.numerics import numerics_id
 from pdserve.engine.own_rows import OwnRows, everywhere
@@ -169,6 +170,7 @@ class ModelRunner:
             self._own = OwnRows(Homes.over(pool.num_pages, group.size), group)
         self._capture = capture_logits
         self._picker = TokenPicker(model.limits.end_token_ids, masks)
+        self._evaluations = Evaluations()
 
     @property
     def page_size(self) -> int:
@@ -204,6 +206,7 @@ class ModelRunner:
         """Carries the plan out. Raises nothing for what one sequence did; see `StepResult.failed`."""
         began = time.perf_counter()
         self.last_logits = {}
+        self._evaluations = Evaluations()
         pages = plan if self._own is None else self._own.part(plan)
         for page in pages.zero_pages:
             self._pool.zero(page)
@@ -212,12 +215,14 @@ class ModelRunner:
         faults = {s.seq_id: self._fault(s) for s in plan.seqs}
         failed = {seq_id: why for seq_id, why in faults.items() if why is not None}
         picked = self._run([s for s in plan.seqs if s.seq_id not in failed], failed)
+        failed |= dict.fromkeys(self._evaluations.not_numbers, _NOT_NUMBERS)
         return StepResult(
             step_id=plan.step_id,
             tokens=picked.tokens,
             elapsed_s=time.perf_counter() - began,
             failed=failed or None,
             logprobs=picked.logprobs,
+            evaluated=self._evaluations.rows,
         )
 
     def warmup(
@@ -287,11 +292,25 @@ class ModelRunner:
 
     def _compute(self, seqs: Sequence[SeqStep]) -> tuple[tuple[SeqStep, ...], torch.Tensor]:
         """The sampled sequences and their logits [R, V], in one order."""
+        if any(seq.evaluate is not None for seq in seqs):
+            return self._evaluate(seqs)
         if self._own is not None:
             assert isinstance(self._decoder, OwnRowsDecoder)
             return self._own.compute(self._decoder, seqs, self._kv)
         batch = build_batch(seqs, self.page_size)
         return batch.sampled, self._model.forward(batch.token_ids_T, self._kv, batch.meta, batch.logit_rows_R)
+
+    def _evaluate(self, seqs: Sequence[SeqStep]) -> tuple[tuple[SeqStep, ...], torch.Tensor]:
+        """As `_compute`, with what is made of the rows of evaluated sequences kept for the result."""
+        if self._own is not None:
+            assert isinstance(self._decoder, OwnRowsDecoder)
+            owners, x_AE = self._own.compute(self._decoder, seqs, self._kv, hidden=True)
+            if self._group is not None and self._group.rank:
+                return (), x_AE
+            return self._evaluations.run(self._decoder, owners, x_AE)
+        batch = build_batch(seqs, self.page_size)
+        x_RE = self._decoder.hidden(batch.token_ids_T, self._kv, batch.meta, batch.logit_rows_R)
+        return self._evaluations.run(self._decoder, batch.sampled, x_RE)
 
     def _sample(
         self, seqs: Sequence[SeqStep], logits_RV: torch.Tensor, best_R: list[int], failed: dict[str, str]

@@ -3,7 +3,7 @@
 What lives here: from token ids to logits over a paged cache. What does not: weights' names and packing
 (`build`), batching and sampling (`pdserve.engine`), parallelism.
 
-Legend: T tokens, R rows whose logits are wanted, E hidden size, V vocabulary.
+Legend: T tokens, R rows whose results are wanted, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -66,6 +66,18 @@ class Decoder:
         token_ids_T: int64, inside the vocabulary. logit_rows_R: int64, ascending; may be empty. Which other
         rows there are changes no row's result.
         """
+        return self.logits(self.hidden(token_ids_T, kv, meta, logit_rows_R))
+
+    def logits(self, x_RE: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V], float32, of what `hidden` returned."""
+        if x_RE.shape[0] == 0:
+            return torch.empty(0, self.head.num_out)
+        return self.head(x_RE, out_float32=True)
+
+    def hidden(
+        self, token_ids_T: torch.Tensor, kv: KVView, meta: AttentionMeta, rows_R: torch.Tensor
+    ) -> torch.Tensor:
+        """As `forward`, but for the head: hidden states after the final norm [R, E], in the model's dtype."""
         cos_TD, sin_TD = self.rope.rows(meta.positions_T)
         step = StepContext(kv=kv, meta=meta, cos_TD=cos_TD, sin_TD=sin_TD)
         residual_TE = self.embedding(token_ids_T)
@@ -73,7 +85,7 @@ class Decoder:
         for layer in self.layers[:-1]:
             heads_TF = layer.attention.attend(x_TE, step)
             x_TE, residual_TE = self._finish(layer, heads_TF, residual_TE)
-        return self._last(x_TE, residual_TE, step, logit_rows_R)
+        return self._last(x_TE, residual_TE, step, rows_R)
 
     def _finish(
         self, layer: DecoderLayer, heads_TF: torch.Tensor, residual_TE: torch.Tensor
@@ -86,12 +98,11 @@ class Decoder:
     def _last(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, step: StepContext, rows_R: torch.Tensor
     ) -> torch.Tensor:
-        """The last layer and the head; past the cache write only the wanted rows are computed."""
+        """The last layer and the final norm; past the cache write only the wanted rows are computed."""
         layer = self.layers[-1]
         heads_TF = layer.attention.attend(x_TE, step)
         if rows_R.numel() == 0:
-            return torch.empty(0, self.head.num_out)
+            return x_TE[:0]
         if rows_R.numel() < heads_TF.shape[0]:
             heads_TF, residual_TE = select_rows(heads_TF, rows_R), select_rows(residual_TE, rows_R)
-        x_RE, _ = self._finish(layer, heads_TF, residual_TE)
-        return self.head(x_RE, out_float32=True)
+        return self._finish(layer, heads_TF, residual_TE)[0]

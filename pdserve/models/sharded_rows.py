@@ -44,18 +44,18 @@ class OwnRowsDecoder(Decoder):
         return Decoder.forward(self, token_ids_T, kv, meta, logit_rows_R)
 
     def take_part(self) -> torch.Tensor:
-        """A step in which no row is ours; logits [0, V]."""
+        """A step in which no row is ours; hidden states [0, E]."""
         for layer in self.layers:
             self._mixture_of_none(layer.mlp)
-        return torch.empty(0, self.head.num_out)
+        return self.first_norm_E.new_empty(0, len(self.first_norm_E))
 
     def _last(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, step: StepContext, rows_R: torch.Tensor
     ) -> torch.Tensor:
-        logits_RV = Decoder._last(self, x_TE, residual_TE, step, rows_R)
+        x_RE = Decoder._last(self, x_TE, residual_TE, step, rows_R)
         if rows_R.numel() == 0:  # it ended with the cache's rows
             self._mixture_of_none(self.layers[-1].mlp)
-        return logits_RV
+        return x_RE
 
     def _mixture_of_none(self, mlp: object) -> None:
         if isinstance(mlp, MoE):

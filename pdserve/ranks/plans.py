@@ -5,6 +5,7 @@ parameters stay with the leader, and the plan that comes out has default ones.
 
     u8 version | i64 step | u32 seqs, zeroed pages, copies | i64 zeroed pages | i64 source, target of copies
     each sequence: u16 name bytes | u32 tokens, pages | i64 start, counter | u8 sampled
+                   u32 rows evaluated, their targets (their number is all that a rank needs)
                    name | i64 tokens | i64 pages
 
 All little-endian.
@@ -17,12 +18,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from pdserve.sched.plan import SeqStep, StepPlan
+from pdserve.sched.plan import EvaluateStep, SeqStep, StepPlan
 from pdserve.types import SamplingParams
 
-VERSION = 1
+VERSION = 2
 _HEAD = struct.Struct("<Bq3I")
 _SEQ = struct.Struct("<H2I2qB")
+_EVALUATE = struct.Struct("<2I")
 _INT = np.dtype("<i8")
 
 
@@ -38,6 +40,7 @@ def encode_plan(plan: StepPlan) -> bytes:
         sizes = (len(name), len(seq.token_ids), len(seq.pages))
         parts += [
             _SEQ.pack(*sizes, seq.start, seq.sample_counter, seq.sample),
+            _evaluate_bytes(seq.evaluate),
             name,
             _ints(seq.token_ids),
             _ints(seq.pages),
@@ -65,6 +68,9 @@ def decode_plan(data: bytes) -> StepPlan:
 
 def _seq(reader: _Reader) -> SeqStep:
     name, num_tokens, num_pages, start, counter, sample = reader.take(_SEQ)
+    num_rows, num_targets = reader.take(_EVALUATE)
+    if not num_targets <= num_rows <= num_tokens:
+        raise ValueError("a step plan that evaluates more rows than it has")
     return SeqStep(
         seq_id=reader.bytes(name).decode(),
         token_ids=reader.ints(num_tokens),
@@ -73,7 +79,18 @@ def _seq(reader: _Reader) -> SeqStep:
         sample=bool(sample),
         sample_counter=counter,
         sampling=SamplingParams(),
+        evaluate=_evaluate(num_rows, num_targets),
     )
+
+
+def _evaluate_bytes(step: EvaluateStep | None) -> bytes:
+    return _EVALUATE.pack(0, 0) if step is None else _EVALUATE.pack(step.num_rows, len(step.targets))
+
+
+def _evaluate(num_rows: int, num_targets: int) -> EvaluateStep | None:
+    if not num_rows:
+        return None
+    return EvaluateStep(num_rows=num_rows, targets=(0,) * num_targets, num_top=0 if num_targets else None)
 
 
 class _Reader:

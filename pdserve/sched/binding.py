@@ -180,8 +180,11 @@ class PageBinder:
             self._manager.publish(seq.pages[index], keys[index], keys[index - 1] if index else None)
 
     def _hit_keys(self, seq: Seq) -> list[bytes]:
-        """Keys to look up: never all tokens, so that a row is left to compute."""
-        return self._keys(seq)[: (len(seq.tokens) - 1) // self._page_size]
+        """Keys to look up: never all tokens: a row is left to compute, and every row that is looked at."""
+        rows, evaluate = len(seq.tokens) - 1, seq.spec.evaluate
+        if evaluate is not None:
+            rows = evaluate.first_row(len(seq.tokens))
+        return self._keys(seq)[: rows // self._page_size]
 
     def _keys(self, seq: Seq) -> list[bytes]:
         """Content keys of the full pages of its tokens; none when it stays out of the prefix cache."""

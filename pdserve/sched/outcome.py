@@ -42,6 +42,9 @@ class Outcomes:
             return [SeqFailed(seq_id=seq.seq_id, message=message)]
         seq.num_computed = step.start + len(step.token_ids)
         events: list[SeqEvent] = [*self._binder.seal_full(seq, step.start)]
+        if seq.spec.kind is SeqKind.EVALUATE and not seq.remaining:
+            self._roster.remove(seq)
+            return [*events, SeqFinished(seq_id=seq.seq_id, reason=None)]
         return events + self._sampled(seq, result) if step.sample else events
 
     def _sampled(self, seq: Seq, result: StepResult) -> list[SeqEvent]:

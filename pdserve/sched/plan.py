@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pdserve.messages import EvaluateParams
 from pdserve.types import FinishReason, SamplingParams, TokenLogprob
 
 
@@ -19,6 +20,8 @@ class SeqKind(StrEnum):
     """Compute all tokens, sample one, end there (a prefill worker's share)."""
     FULL = "full"
     """Compute what is not computed yet, then decode until a stop."""
+    EVALUATE = "evaluate"
+    """Compute all tokens, sample none: what was asked (`SeqSpec.evaluate`) comes in the steps' results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,7 @@ class SeqSpec:
     pages: block table so far, held under Holder(request, seq_id) by whoever submits; may be longer than
     needed (growth reserve). num_shared: leading pages that are sealed and shared (never written).
     use_prefix_cache: look token_ids up and publish full pages, under keys salted with cache_salt.
+    evaluate: of EVALUATE; rows before its first one may come from the prefix cache.
     arrival: when it came, for its turn (`sequence.PATIENCE_S`) and its age: the oldest is never preempted.
     """
 
@@ -46,6 +50,28 @@ class SeqSpec:
     use_prefix_cache: bool = True
     cache_salt: bytes = b""
     priority: int = 0
+    evaluate: EvaluateParams | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateStep:
+    """What is made of the last num_rows rows of a sequence's share, at least one.
+
+    num_top: log-probabilities of `targets`, the tokens after these rows (one less at the sequence's end),
+    with so many alternatives. None: the sum of their hidden states.
+    """
+
+    num_rows: int
+    targets: tuple[int, ...] = ()
+    num_top: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedRows:
+    """What `EvaluateStep` asked for. hidden_sum: [hidden size], added in float64."""
+
+    logprobs: tuple[TokenLogprob, ...] = ()
+    hidden_sum: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +88,8 @@ class SeqStep:
 
     pages: block table covering at least start + len(token_ids) rows. sample: whether a token is sampled
     after the last row; its counter is `sample_counter` (the completion index of that token). history: there
-    when a token is sampled that depends on more than the row (`sequence.needs_history`).
+    when a token is sampled that depends on more than the row (`sequence.needs_history`). evaluate: what else
+    is made of its rows.
     """
 
     seq_id: str
@@ -73,6 +100,7 @@ class SeqStep:
     sample_counter: int
     sampling: SamplingParams
     history: History | None = None
+    evaluate: EvaluateStep | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +125,7 @@ class StepResult:
     """What the runner made of a plan. tokens: sampled token by seq_id. logprobs: those of sequences that ask
     for them. failed: seq_id → message, for sequences whose own share went wrong; the others are good.
     elapsed_s: compute time. began_s, ended_s: by the worker's monotonic clock; None where nobody stamped it.
+    evaluated: by seq_id, of those that are evaluated.
     """
 
     step_id: int
@@ -106,6 +135,7 @@ class StepResult:
     ended_s: float | None = None
     failed: dict[str, str] | None = None
     logprobs: dict[str, TokenLogprob] = field(default_factory=dict)
+    evaluated: dict[str, EvaluatedRows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +185,7 @@ class Preempted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeqFinished:
     """The sequence ended by itself. Its pages are still held under its request holder. reason is None
-    for PREFILL_ONLY sequences whose first token does not end the request."""
+    for PREFILL_ONLY sequences whose first token does not end the request, and for EVALUATE."""
 
     seq_id: str
     reason: FinishReason | None

@@ -17,7 +17,7 @@ from pdserve.sched.config import SchedConfig, pages_needed
 from pdserve.sched.outcome import Outcomes
 from pdserve.sched.plan import SeqEvent, SeqSpec, SeqStep, StepPlan, StepResult
 from pdserve.sched.roster import Roster
-from pdserve.sched.sequence import Seq, check_spec
+from pdserve.sched.sequence import Seq, check_spec, evaluate_step
 
 __all__ = ["SchedConfig", "StepScheduler", "pages_needed"]
 
@@ -153,7 +153,8 @@ class StepScheduler:
 
 def _seq_step(seq: Seq, rows: int) -> SeqStep:
     start = seq.num_computed
-    sample = rows == seq.remaining
+    evaluate = seq.spec.evaluate
+    sample = rows == seq.remaining and evaluate is None
     return SeqStep(
         seq_id=seq.seq_id,
         token_ids=tuple(seq.tokens[start : start + rows]),
@@ -163,4 +164,5 @@ def _seq_step(seq: Seq, rows: int) -> SeqStep:
         sample_counter=seq.num_completion,
         sampling=seq.spec.sampling,
         history=seq.history() if sample else None,
+        evaluate=None if evaluate is None else evaluate_step(seq, evaluate, rows),
     )

@@ -6,7 +6,8 @@ from pdserve.errors import InternalError
 from pdserve.kvcache.allocator import Holder, HolderKind
 from pdserve.kvcache.contentkeys import KeyChain
 from pdserve.kvcache.layout import pages_for
-from pdserve.sched.plan import History, SeqKind, SeqSpec
+from pdserve.messages import EvaluateParams
+from pdserve.sched.plan import EvaluateStep, History, SeqKind, SeqSpec
 from pdserve.types import SamplingParams
 
 PATIENCE_S = 0.001
@@ -117,6 +118,16 @@ def needs_history(sampling: SamplingParams) -> bool:
     )
 
 
+def evaluate_step(seq: Seq, params: EvaluateParams, num_rows: int) -> EvaluateStep | None:
+    """What is made of the sequence's next rows; None: nothing, they are only computed."""
+    start, end = seq.num_computed, seq.num_computed + num_rows
+    first = max(start, params.first_row(len(seq.tokens)))
+    if first >= end:
+        return None
+    targets = () if params.num_top is None else tuple(seq.tokens[first + 1 : end + 1])
+    return EvaluateStep(num_rows=end - first, targets=targets, num_top=params.num_top)
+
+
 def check_spec(spec: SeqSpec, page_size: int) -> None:
     """Raises InternalError for a spec that breaks `SeqSpec`'s rules: the role's fault, not a client's."""
     tokens = len(spec.token_ids)
@@ -125,6 +136,8 @@ def check_spec(spec: SeqSpec, page_size: int) -> None:
         "at least one row is left to compute": 0 <= spec.num_computed < tokens,
         "pages hold the computed rows": spec.num_computed <= len(spec.pages) * page_size,
         "shared pages are among the pages": 0 <= spec.num_shared <= len(spec.pages),
+        "only what is evaluated says what for": (spec.kind is SeqKind.EVALUATE)
+        == (spec.evaluate is not None),
         "a token is left to generate": tokens - spec.num_prompt < spec.sampling.max_tokens,
     }
     broken = [rule for rule, good in rules.items() if not good]

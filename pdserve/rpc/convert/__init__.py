@@ -1,8 +1,8 @@
 """The only place where protobuf meets dataclasses. `*_to_pb` never fails; `*_from_pb` raises InvalidRequest.
 
 values: keys, enums, sampling, usage. ledger: the latency ledger. records: workers. work: router ↔ worker.
-transfer: P ↔ D. cluster: join stream, drain, worker status. generate, texts, public: the client API.
-experts: loads and homes. The package's names are re-exported here.
+transfer: P ↔ D. evaluate: Evaluate. cluster: join stream, drain, worker status. generate, texts, public: the
+client API. experts: loads and homes. The package's names are re-exported here.
 """
 
 from pdserve.rpc.convert.cluster import (
@@ -20,6 +20,12 @@ from pdserve.rpc.convert.cluster import (
     report_to_pb,
     worker_state_from_pb,
     worker_state_to_pb,
+)
+from pdserve.rpc.convert.evaluate import (
+    evaluate_from_pb,
+    evaluate_to_pb,
+    evaluated_from_pb,
+    evaluated_to_pb,
 )
 from pdserve.rpc.convert.experts import (
     expert_report_from_pb,
@@ -129,6 +135,10 @@ __all__ = [
     "envelope_from_pb",
     "envelope_to_pb",
     "envelopes_from_pb",
+    "evaluate_from_pb",
+    "evaluate_to_pb",
+    "evaluated_from_pb",
+    "evaluated_to_pb",
     "expert_report_from_pb",
     "expert_report_to_pb",
     "explanation_from_pb",

@@ -8,7 +8,6 @@ from pdserve.api import (
     ContinuationScore,
     Embeddings,
     EmbedInput,
-    Pooling,
     ScoreInput,
     Scores,
     TextOrTokens,
@@ -20,6 +19,7 @@ from pdserve.rpc.convert.generate import messages_from_pb, messages_to_pb, tools
 from pdserve.rpc.convert.values import logprob_from_pb, logprob_to_pb, usage_from_pb, usage_to_pb
 from pdserve.rpc.v1 import common_pb2
 from pdserve.rpc.v1 import inference_pb2 as pb
+from pdserve.types import Pooling
 
 _POOLING: Mapping[Pooling, pb.Pooling.ValueType] = {p: pb.Pooling.Value(f"POOLING_{p.name}") for p in Pooling}
 _POOLING_BACK = {0: Pooling.MEAN} | {int(number): pooling for pooling, number in _POOLING.items()}
@@ -39,6 +39,18 @@ def _text_from_pb(message: pb.TextOrTokens, name: str) -> TextOrTokens:
             return tuple(message.tokens.ids)
         case _:
             raise InvalidRequest.field(name, "needs a text or token ids.")
+
+
+def pooling_to_pb(value: Pooling) -> pb.Pooling.ValueType:
+    return _POOLING[value]
+
+
+def pooling_from_pb(number: int) -> Pooling:
+    """0 is the default. Raises InvalidRequest for an unknown number."""
+    pooling = _POOLING_BACK.get(number)
+    if pooling is None:
+        raise InvalidRequest.field("pooling", "is a value this version does not know")
+    return pooling
 
 
 def tokenize_to_pb(value: TokenizeInput) -> pb.TokenizeRequest:
@@ -83,13 +95,10 @@ def embed_to_pb(value: EmbedInput) -> pb.EmbedRequest:
 
 def embed_from_pb(message: pb.EmbedRequest) -> EmbedInput:
     """Raises InvalidRequest for an input without text and tokens, or an unknown pooling."""
-    pooling = _POOLING_BACK.get(message.pooling)
-    if pooling is None:
-        raise InvalidRequest.field("pooling", "is a value this version does not know")
     return EmbedInput(
         model=message.model,
         inputs=tuple(_text_from_pb(each, "inputs") for each in message.inputs),
-        pooling=pooling,
+        pooling=pooling_from_pb(message.pooling),
         no_normalise=message.no_normalise,
         deadline_s=message.deadline_s,
     )
