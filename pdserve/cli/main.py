@@ -14,6 +14,7 @@ import typer
 
 from pdserve.cli import ask, models
 from pdserve.cli.bench import bench_app
+from pdserve.cli.keys import keys_app
 from pdserve.cli.options import AsJson, ConfigFile, settings_of
 from pdserve.config import Resolved, ServeConfig
 from pdserve.errors import ConfigError, InvalidRequest, PdserveError
@@ -104,6 +105,7 @@ def version() -> None:
 ask.add_to(app)
 models.add_to(app)
 app.add_typer(bench_app, name="bench")
+app.add_typer(keys_app, name="keys")
 
 
 def _add_router() -> None:
