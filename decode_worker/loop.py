@@ -270,13 +270,14 @@ class DecodeRole:
             return [refused(call.key, Refusal.DRAINING, "this worker takes no new requests")]
         if call.mode is HandoverMode.LOCAL and self._scheduler.num_waiting >= self._ctx.max_num_seqs:
             return [refused(call.key, Refusal.FULL, "too many requests wait here", retry_after_s=0.2)]
+        if call.mode is HandoverMode.LOCAL:
+            self._sequences.rest()  # the prompt may be one that has just come by wire: another choice of it
         kept = old.kept(holder_of(old.session.key)) if old is not None else None
         held = reserve(self._ctx, self._pages, call, seq_id_of(call.key), kept)
         if isinstance(held, Refused):
             return [AnswerDecode(key=call.key, message=held)]
         out = self._run(old, superseded(), now) if old is not None else []
-        age = old.arrival if old is not None else now
-        return out + self._accept(call, held, facts, arrival=age, now=now)
+        return out + self._accept(call, held, facts, arrival=old.arrival if old is not None else now, now=now)
 
     def _accept(
         self, call: Reserve, held: Reservation, facts: ticket.TicketFacts, *, arrival: float, now: float
@@ -297,8 +298,7 @@ class DecodeRole:
         )
         self._live[call.key.request_id] = self._entries[call.key] = entry
         self._by_seq[seq_id_of(call.key)] = entry
-        hit_tokens = held.hit_pages * self._ctx.page_size
-        answer = Reserved(key=call.key, mode=held.mode, hit_tokens=hit_tokens)
+        answer = Reserved(key=call.key, mode=held.mode, hit_tokens=held.hit_pages * ctx.page_size)
         out: list[Effect] = [AnswerDecode(key=call.key, message=answer)]
         if held.mode is HandoverMode.DISAGGREGATED:
             assert call.prefill is not None

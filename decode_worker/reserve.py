@@ -105,7 +105,7 @@ def reserve(
         elsewhere = num_tokens <= ctx.max_context and ctx.num_pages(longest) <= pages.num_pages
         detail = "prompt and max_tokens do not fit this worker's page pool"
         return _refuse(call, Refusal.NEVER_FITS, detail, retry_after_s=0.1 if elsewhere else 0.0)
-    salt = cache_salt(call.tenant)
+    salt = cache_salt(call.tenant, call.cache_salt)
     full = content_keys(call.token_ids, ctx.page_size, salt=salt, model=ctx.model, numerics=ctx.numerics)
     holder = Holder(HolderKind.REQUEST, seq_id)
     usable = full[: (num_tokens - 1) // ctx.page_size] if call.use_prefix_cache else ()

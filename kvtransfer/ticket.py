@@ -110,15 +110,16 @@ def verify(
     return facts
 
 
-def request_hash(token_ids: Sequence[int], sampling: SamplingParams) -> bytes:
-    """32 bytes that bind a ticket to a request: blake2b over the token ids and every sampling parameter.
+def request_hash(token_ids: Sequence[int], sampling: SamplingParams, cache_salt: str = "") -> bytes:
+    """32 bytes that bind a ticket to a request: blake2b over the token ids, the request's own cache salt and
+    every sampling parameter.
 
     Floats count as single precision, which is what the wire carries, so that each hop gets the same hash.
     Raises ValueError for values that no wire message can carry.
     """
     digest = hashlib.blake2b(digest_size=32, person=_HASH_PERSON)
     try:
-        for part in (_ids(token_ids), *_sampling(sampling)):
+        for part in (_ids(token_ids), cache_salt.encode(), *_sampling(sampling)):
             digest.update(struct.pack(">Q", len(part)))
             digest.update(part)
     except (OverflowError, struct.error) as error:

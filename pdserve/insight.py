@@ -81,7 +81,8 @@ class Explanation:
 
     state: "queued", "reserving", "reserved", "running", "stopping" or "done". waiting_for: what it waits for
     now, in words. outcome: a finish reason or an error label, "" before the end; message: the error's own.
-    age_s: seconds since it came. total_s: what it took, once done.
+    age_s: seconds since it came. total_s: what it took, once done. choice_ids: what its other choices can be
+    explained by.
     """
 
     request_id: str
@@ -98,6 +99,7 @@ class Explanation:
     age_s: float = 0.0
     total_s: float = 0.0
     ledger: Ledger = _NO_LEDGER
+    choice_ids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,6 +53,7 @@ class Reserve:
     """R → D: take this request. `token_ids` are the prompt followed by `num_forced` tokens already delivered.
 
     prefill is None exactly in local mode. ticket: see kvtransfer.ticket. deadline_s: what is left of it.
+    cache_salt: not empty: its pages are shared only with calls of the same tenant and salt.
     """
 
     key: Key
@@ -68,6 +69,7 @@ class Reserve:
     priority: int = 0
     use_prefix_cache: bool = True
     trace_id: str = ""
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +137,7 @@ class PrefillRequest:
     priority: int = 0
     use_prefix_cache: bool = True
     trace_id: str = ""
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

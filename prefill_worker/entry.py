@@ -105,5 +105,6 @@ def sequence(call: PrefillRequest, seq_id: str, queued_at: float) -> SeqSpec:
     return SeqSpec(
         seq_id=seq_id, kind=SeqKind.PREFILL_ONLY, token_ids=call.token_ids,
         num_prompt=len(call.token_ids) - call.num_forced, sampling=call.sampling, arrival=queued_at,
-        use_prefix_cache=call.use_prefix_cache, cache_salt=cache_salt(call.tenant), priority=call.priority,
+        use_prefix_cache=call.use_prefix_cache, cache_salt=cache_salt(call.tenant, call.cache_salt),
+        priority=call.priority,
     )  # fmt: skip

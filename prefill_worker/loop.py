@@ -252,8 +252,8 @@ class PrefillRole:
         entry.call = call
         entry.queued_at = now
         entry.keys = page_keys(
-            call.token_ids, self._ctx.page_size, salt=cache_salt(call.tenant), model=self._ctx.model,
-            numerics=self._ctx.numerics,
+            call.token_ids, self._ctx.page_size, salt=cache_salt(call.tenant, call.cache_salt),
+            model=self._ctx.model, numerics=self._ctx.numerics,
         )  # fmt: skip
 
     def _supersede(self, key: Key, now: float) -> list[Effect]:

@@ -42,9 +42,9 @@ class Waiting:
     tried: bool = False
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Order in the queue: lower first."""
-        return (self.priority, self.arrival)
+    def rank(self) -> tuple[int, int, str]:
+        """Order in the queue: lower first. Choices of one request arrived together."""
+        return (self.priority, self.arrival, self.request_id)
 
 
 @dataclass(slots=True)
@@ -152,5 +152,5 @@ class AdmissionQueue:
         self._last_leave = now if self._order else None
 
 
-def _rank(entry: Waiting) -> tuple[int, int]:
+def _rank(entry: Waiting) -> tuple[int, int, str]:
     return entry.rank

@@ -35,6 +35,10 @@ class Queued(Protocol):
     @property
     def avoid(self) -> frozenset[int]: ...
 
+    @property
+    def pinned(self) -> int | None:
+        """The decode worker to prefer, which has the prompt's pages."""
+
     def apply(self, event: ev.Event) -> None:
         """Takes an Assigned or Shed at once."""
 
@@ -68,8 +72,13 @@ class Dispatcher:
         return len(self._queue)
 
     def submit(self, request: Queued) -> None:
-        """Queues a new request. Raises Overloaded if it can not wait here."""
+        """Queues a new request. Raises Overloaded if it can not wait here; a part of an admitted one can."""
         entry = request.waiting
+        if request.pinned is not None:
+            self._queue.requeue(entry)
+            self._waiting[entry.request_id] = request
+            self.poke()
+            return
         shed = self._queue.offer(entry, self._clock.now())
         self._waiting[entry.request_id] = request
         self._shed(shed, "The queue is full of more urgent requests: come back later.")
@@ -159,7 +168,12 @@ class Dispatcher:
         candidates = self._roster.candidates()
         while (entry := self._queue.first()) is not None:
             request = self._waiting[entry.request_id]
-            ask = Ask(prompt_tokens=entry.tokens, avoid=request.avoid, blocked=self._room.closed(now))
+            ask = Ask(
+                prompt_tokens=entry.tokens,
+                avoid=request.avoid,
+                blocked=self._room.closed(now),
+                pinned=request.pinned,
+            )
             choice = choose(candidates, self.inflight, ask, self._policy)
             if isinstance(choice, NoChoice):
                 log.debug("request %s waits: %s", entry.request_id, choice.reason)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
 from pdserve import failpoints
-from pdserve.api import Explanation, FleetStatus, GenerateInput, ModelInfo, StreamEvent, WorkerStatus
+from pdserve.api import End, Explanation, FleetStatus, GenerateInput, ModelInfo, StreamEvent, WorkerStatus
 from pdserve.clock import Clock
 from pdserve.errors import Draining, PdserveError, Unavailable, UnknownModel, UnknownRequest
 from pdserve.messages import Outcome
@@ -19,13 +19,14 @@ from pdserve.tls import TlsSource
 from router import events as ev
 from router.caller import ANONYMOUS, Caller
 from router.calls import Tasks
+from router.choices import best_of, several, single
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.explain import MAX_EXPLAINED, Explained
+from router.job import Job, Watched
 from router.metrics import RouterMetrics
 from router.model import ServedModel
-from router.output import Output
-from router.request import RequestRun, Services
+from router.request import Services, Shared
 from router.roster import Roster
 from router.tickets import TicketMint
 from router.validate import Target, check_fields, check_prompt
@@ -58,8 +59,8 @@ class Hub:
             metrics=self.metrics,
             clock=clock,
         )
-        self._runs: dict[str, RequestRun] = {}
-        self._explained = Explained()
+        self._jobs: dict[str, Job] = {}
+        self._watched = Watched(runs={}, explained=Explained())
         self._ended: OrderedDict[str, str] = OrderedDict()  # tenant by request id
         self._arrivals = 0
         self._idle = asyncio.Event()
@@ -82,26 +83,25 @@ class Hub:
 
         Raises the PdserveError that the request was refused with or ended in.
         """
-        try:
-            run = await self._prepare(source, time_left_s, caller)
-        except PdserveError as error:
-            self.metrics.outcome(error.label)
-            raise
-        self._enter(run)
+        outcome: str = "cancelled"  # unless it ends otherwise before the client goes away
         failed: PdserveError | None = None
+        job: Job | None = None
         try:
-            async with aclosing(run.stream()) as events:  # type: ignore[type-var]
+            job = await self._prepare(source, time_left_s, caller)
+            self._enter(job)
+            async with aclosing(_answer(job)) as events:  # type: ignore[type-var]
                 async for event in events:
+                    outcome = event.finish_reason if isinstance(event, End) else outcome
                     yield event
         except PdserveError as error:
-            if not run.counted:
-                self.metrics.outcome(error.label)
-                failed = error
+            outcome, failed = error.label, error
             raise
         finally:
-            self._exit(run, failed)
+            self.metrics.outcome(outcome)
+            if job is not None:
+                self._exit(job, failed)
 
-    async def _prepare(self, source: GenerateInput, time_left_s: float | None, caller: Caller) -> RequestRun:
+    async def _prepare(self, source: GenerateInput, time_left_s: float | None, caller: Caller) -> Job:
         started_at = self._clock.now()
         if wait_s := failpoints.stall_s("tokenise"):
             await asyncio.sleep(wait_s)
@@ -111,56 +111,53 @@ class Hub:
         target = Target(model=model.name, limits=model.limits, capacity=self.roster.capacity())
         checked = check_fields(source, target, seed=secrets.randbits(64))
         request = check_prompt(checked, await model.encode(source), target)
-        watch = request.want_text or request.stop
-        text = model.text(request.stop, request.sampling.min_tokens) if watch else None
         self._arrivals += 1
-        return RequestRun(
-            self._services,
-            secrets.token_hex(16),
-            request,
-            Output(request, text, model.token_bytes),
+        limit_s = min(request.deadline_s, math.inf if time_left_s is None else time_left_s)
+        shared = Shared(
+            tenant=caller.tenant,
             arrival=self._arrivals,
             started_at=started_at,
-            deadline_at=started_at
-            + min(request.deadline_s, math.inf if time_left_s is None else time_left_s),
-            tenant=caller.tenant,
+            deadline_at=started_at + limit_s,
         )
+        return Job(self._services, model, request, shared, self._watched)
 
     def _model(self) -> ServedModel:
         if self.roster.model is None:
             raise Unavailable("No worker has registered yet; try again in a moment.", retry_after_s=1.0)
         return self.roster.model
 
-    def _enter(self, run: RequestRun) -> None:
-        self._runs[run.request_id] = run
+    def _enter(self, job: Job) -> None:
+        self._jobs[job.request_id] = job
         self._idle.clear()
 
-    def _exit(self, run: RequestRun, failed: PdserveError | None) -> None:
-        self._runs.pop(run.request_id, None)
-        self._explained.put(run.tenant, run.explain(failed))
-        self._ended[run.request_id] = run.tenant
+    def _exit(self, job: Job, failed: PdserveError | None) -> None:
+        del self._jobs[job.request_id]
+        self._watched.explained.put(job.tenant, job.ended(failed))
+        self._ended[job.request_id] = job.tenant
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
-        if not self._runs:
+        if not self._jobs:
             self._idle.set()
 
     def abort(self, request_id: str, caller: Caller = ANONYMOUS) -> Outcome:
         """Ends a request of the caller's tenant. UNKNOWN proves nothing: ended requests are remembered only
         for a while."""
-        run = self._runs.get(request_id)
-        if run is None or run.tenant != caller.tenant:
-            ended = run is None and self._ended.get(request_id) == caller.tenant
+        job = self._jobs.get(request_id)
+        if job is None or job.tenant != caller.tenant:
+            ended = job is None and self._ended.get(request_id) == caller.tenant
             return Outcome.COMPLETE if ended else Outcome.UNKNOWN
-        run.apply(_ABORTED)
+        job.abort(_ABORTED)
         return Outcome.STOPPING
 
     async def explain(self, request_id: str, caller: Caller = ANONYMOUS) -> Explanation:
         """Where a request of the caller's tenant spent its time, or spends it. Raises UnknownRequest: never
         here, or too long ago."""
-        run = self._runs.get(request_id)
+        job, run = self._jobs.get(request_id), self._watched.runs.get(request_id)
+        if job is not None and job.tenant == caller.tenant:
+            return await job.explain()
         if run is not None and run.tenant == caller.tenant:
-            return run.explain(reports=await run.ask_workers())
-        found = self._explained.get(caller.tenant, request_id)
+            return run.explain(await run.ask_workers())
+        found = self._watched.explained.get(caller.tenant, request_id)
         if found is None:
             raise UnknownRequest(
                 f"request_id: this router knows no such request; it remembers the last {MAX_EXPLAINED}."
@@ -211,13 +208,13 @@ class Hub:
 
     def _counts(self) -> tuple[int, int]:
         queued = self._services.dispatcher.num_queued
-        return queued, max(0, len(self._runs) - queued)
+        return queued, max(0, len(self._watched.runs) - queued)
 
     # -- what happens to workers -----------------------------------------------------------------------
 
     def _on_lost(self, incarnation: int) -> None:
         self._services.dispatcher.forget(incarnation)
-        for run in tuple(self._runs.values()):
+        for run in tuple(self._watched.runs.values()):
             run.apply(ev.WorkerGone(incarnation=incarnation))
 
     def _on_change(self) -> None:
@@ -244,13 +241,21 @@ class Hub:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            log.warning("%d requests did not finish in time and are ended", len(self._runs))
-            for run in tuple(self._runs.values()):
-                run.apply(_SHUT_DOWN)
+            log.warning("%d requests did not finish in time and are ended", len(self._jobs))
+            for job in tuple(self._jobs.values()):
+                job.abort(_SHUT_DOWN)
 
     async def close(self) -> None:
         """Ends all background work and all channels."""
-        for run in tuple(self._runs.values()):
-            run.apply(_SHUT_DOWN)
+        for job in tuple(self._jobs.values()):
+            job.abort(_SHUT_DOWN)
         await self._tasks.cancel_all()
         await self.roster.close()
+
+
+def _answer(job: Job) -> AsyncIterator[StreamEvent]:
+    """The events of a request, by what it asks for."""
+    wanted = job.request.wanted
+    if wanted.best_of > wanted.n:
+        return best_of(job)
+    return several(job, job.request, wanted.n) if wanted.n > 1 else single(job)

@@ -45,11 +45,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What the policy needs of a request. blocked: decode workers that said they are full, for now."""
+    """What the policy needs of a request. blocked: decode workers that said they are full, for now.
+
+    pinned: the decode worker that has the prompt's pages; it is taken unless it is gone or full.
+    """
 
     prompt_tokens: int
     avoid: frozenset[int] = frozenset()
     blocked: frozenset[int] = frozenset()
+    pinned: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +81,9 @@ def choose(workers: Sequence[Candidate], load: InFlight, ask: Ask, config: Polic
     free = [w for w in decodes if w.incarnation not in ask.blocked]
     if not free:
         return NoChoice(reason="every decode worker is full", waits=True)
+    holder = next((w for w in free if w.incarnation == ask.pinned), None)
+    if holder is not None:
+        return Choice(decode=holder.record.peer, prefill=None, reason="local: its pages are there")
     short = ask.prompt_tokens < config.local_prefill_threshold
     if short:
         return _local(free, load, ask, f"the prompt is below {config.local_prefill_threshold} tokens")

@@ -13,7 +13,6 @@ from typing import Any
 
 from pdserve.api import Admitted, Chunk, End, Explanation, StreamEvent, Timings
 from pdserve.clock import Clock
-from pdserve.errors import PdserveError
 from pdserve.messages import PrefillRequest, Report, Reserve, Reserved, Token
 from pdserve.rpc.status import error_from_label
 from pdserve.types import Ledger, PeerRef
@@ -26,7 +25,7 @@ from router.ledger import Journal, assemble
 from router.lifecycle import step
 from router.metrics import RouterMetrics
 from router.output import Output
-from router.request_state import Phase, RequestState
+from router.request_state import RequestState
 from router.roster import Roster
 from router.tickets import TicketMint
 from router.validate import ValidRequest
@@ -47,8 +46,20 @@ class Services:
     clock: Clock
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What all runs of one client's request share. tenant: from the authenticator, never from the request.
+    cache_salt: see `pdserve.messages.Reserve`."""
+
+    tenant: str
+    arrival: int
+    started_at: float
+    deadline_at: float
+    cache_salt: str = ""
+
+
 class RequestRun:
-    """One request. Created when it is valid; `stream` submits it and must be closed (aclosing)."""
+    """One completion of a valid request; `stream` submits it and must be closed (aclosing)."""
 
     def __init__(
         self,
@@ -56,15 +67,17 @@ class RequestRun:
         request_id: str,
         request: ValidRequest,
         output: Output,
+        shared: Shared,
         *,
-        arrival: int,
-        started_at: float,
-        deadline_at: float,
-        tenant: str,
+        part: bool = False,
+        pinned: PeerRef | None = None,
     ) -> None:
-        """tenant: from the authenticator, never from the request."""
+        """part: another run of the request has computed its prompt, and is counted for it. pinned: on this
+        decode worker."""
         self._services, self._request, self._output = services, request, output
-        self.tenant = tenant
+        self.tenant, self._shared = shared.tenant, shared
+        self._part = part
+        self.pinned = None if pinned is None else pinned.incarnation
         self._state = RequestState(
             request_id=request_id,
             prompt=request.token_ids,
@@ -78,11 +91,12 @@ class RequestRun:
         self._end: ev.EndStream | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ticket: bytes | None = None
-        self._arrival, self._started_at = arrival, started_at
         self._queued_at = services.clock.now()
-        self._deadline_at = deadline_at
+        self._started_at, self._deadline_at = shared.started_at, shared.deadline_at
         self._tried_at = self._first_at = self._last_at = 0.0
-        self._journal = Journal(came_at=started_at, queued_at=self._queued_at, waiting_since=self._queued_at)
+        self._journal = Journal(
+            came_at=self._started_at, queued_at=self._queued_at, waiting_since=self._queued_at
+        )
         self._told: Ledger | None = None
         self._peers: tuple[PeerRef | None, PeerRef | None] = (None, None)
         self._ended_at: float | None = None
@@ -99,7 +113,7 @@ class RequestRun:
         return Waiting(
             request_id=self.request_id,
             priority=self._request.priority,
-            arrival=self._arrival,
+            arrival=self._shared.arrival,
             tokens=len(self._state.prompt) + len(self._state.delivered),
             queued_at=self._queued_at,
             deadline_at=self._deadline_at,
@@ -111,9 +125,9 @@ class RequestRun:
         return self._state.avoid
 
     @property
-    def counted(self) -> bool:
-        """Whether its end is in the metrics already: so for all that was once queued."""
-        return self._end is not None
+    def decode_worker(self) -> PeerRef | None:
+        """Who made its last token, or is to make its first."""
+        return self._peers[0]
 
     # -- for the client --------------------------------------------------------------------------------
 
@@ -193,13 +207,13 @@ class RequestRun:
         self._tried_at = self._tried_at or now
         self._journal.sent(now)
         self._peers = (effect.decode, effect.prefill)
-        if effect.key.epoch == 0:
+        if effect.key.epoch == 0 and not self._part:
             services.metrics.queue.observe(now - self._queued_at)
         services.dispatcher.count(
             effect.key,
             decode=effect.decode,
             prefill=effect.prefill,
-            tokens=len(effect.token_ids),
+            tokens=0 if effect.decode.incarnation == self.pinned else len(effect.token_ids),
             rows=len(self._state.prompt) + request.sampling.max_tokens,
         )
         remaining = max(0.0, self._deadline_at - now)
@@ -222,6 +236,7 @@ class RequestRun:
             priority=request.priority,
             use_prefix_cache=request.use_prefix_cache,
             trace_id=request.trace_id,
+            cache_salt=self._shared.cache_salt,
         )
         self._calls.reserve(effect.decode, message, remaining + services.tickets.lease_s)
 
@@ -241,6 +256,7 @@ class RequestRun:
             tenant=self.tenant,
             now=now,
             remaining_s=remaining,
+            cache_salt=self._shared.cache_salt,
         )
 
     def _send_prefill(self, effect: ev.SendPrefill) -> None:
@@ -261,6 +277,7 @@ class RequestRun:
             priority=request.priority,
             use_prefix_cache=request.use_prefix_cache,
             trace_id=request.trace_id,
+            cache_salt=self._shared.cache_salt,
         )
         self._calls.prefill(effect.prefill, message, remaining + self._services.tickets.lease_s)
 
@@ -271,7 +288,8 @@ class RequestRun:
         else:
             self._first_at = now
             self._journal.token(self._told, now, self._services.roster.clocks(*self._peers))
-            metrics.ttft.observe(now - self._started_at)
+            if not self._part:
+                metrics.ttft.observe(now - self._started_at)
         self._last_at = now
         metrics.sent.inc()
         self._output.push(effect.token_id, effect.logprob)
@@ -313,22 +331,19 @@ class RequestRun:
         answers = await asyncio.gather(*(self._calls.report(peer, key) for peer in peers))
         return {p.worker_id: report for p, report in zip(peers, answers, strict=True) if report is not None}
 
-    def explain(
-        self, failed: PdserveError | None = None, reports: Mapping[str, Report] | None = None
-    ) -> Explanation:
-        """Where the time went so far, and what is waited for. failed: its end, if it never queued. reports:
-        of its workers, just asked for."""
+    def explain(self, reports: Mapping[str, Report] | None = None) -> Explanation:
+        """Where the time went so far, and what is waited for. reports: of its workers, just asked for."""
         now, end = self._services.clock.now(), self._end
         decode, prefill = self._peers
         outcome = "" if end is None else end.finish or end.label
         ledger = self._whole(told_by(reports or {}, self._told), now) if end is None else end.ledger
         return Explanation(
             request_id=self.request_id,
-            state=str(self._state.phase) if failed is None else str(Phase.DONE),
+            state=str(self._state.phase),
             client_request_id=self._request.client_request_id,
             waiting_for=waiting_for(self._state, self._services.dispatcher.why, reports or {}),
-            outcome=str(outcome) or (failed.label if failed is not None else ""),
-            message=end.message if end is not None else (failed.message if failed is not None else ""),
+            outcome=str(outcome),
+            message=end.message if end is not None else "",
             prefill_worker=ledger.prefill_worker or (prefill.worker_id if prefill is not None else ""),
             decode_worker=ledger.decode_worker or (decode.worker_id if decode is not None else ""),
             usage=progress(self._state) if end is None else end.usage,
@@ -341,12 +356,13 @@ class RequestRun:
 
     def _count(self, effect: ev.EndStream) -> None:
         metrics = self._services.metrics
-        metrics.outcome(effect.finish or effect.label)
         metrics.discarded.inc(effect.discarded)
         metrics.ignored.inc(self._state.num_ignored)
+        metrics.tokens.labels("completion").inc(effect.usage.completion_tokens)
+        if self._part:
+            return
         metrics.tokens.labels("prompt").inc(effect.usage.prompt_tokens)
         metrics.tokens.labels("cached").inc(effect.usage.cached_tokens)
-        metrics.tokens.labels("completion").inc(effect.usage.completion_tokens)
         metrics.ledger(effect.ledger, first_try=self._journal.path_tries == 1)
 
 

@@ -27,6 +27,7 @@ class TicketMint:
         tenant: str,
         now: float,
         remaining_s: float,
+        cache_salt: str = "",
     ) -> bytes:
         """A ticket for one try. now: our clock; each expiry is on that worker's own clock."""
         until = now + remaining_s + self.lease_s
@@ -40,7 +41,7 @@ class TicketMint:
             emitter=decode.record.peer.worker_id,
             mode=HandoverMode.LOCAL if prefill is None else HandoverMode.DISAGGREGATED,
             tenant=tenant,
-            request_hash=request_hash(send.token_ids, sampling),
+            request_hash=request_hash(send.token_ids, sampling, cache_salt),
             page_budget=-(-num_rows // page_size) + 1,
             num_choices=1,
             prefill_expires=0.0 if prefill is None else prefill.its_time(until),

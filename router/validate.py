@@ -15,6 +15,7 @@ from pdserve.api import ChatMessage, GenerateInput, SamplingInput
 from pdserve.errors import InvalidRequest, NeverFits, PromptTooLong, UnknownModel, UnsupportedFeature
 from pdserve.types import ModelLimits, SamplingParams
 from router.sampling import number, sampling_params, whole
+from router.wanted import Wanted, check_wanted
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_DEADLINE_S = MAX_DEADLINE_S = 600.0
@@ -24,7 +25,7 @@ MAX_LABEL_BYTES = 128
 MAX_MESSAGES = 1024
 ROLES = ("system", "user", "assistant")
 _NOT_YET = (
-    "bad_words", "best_of", "beam_width", "length_penalty", "echo", "prompt_logprobs", "tools", "tool_choice",
+    "bad_words", "beam_width", "length_penalty", "echo", "prompt_logprobs", "tools", "tool_choice",
     "thinking",
 )  # fmt: skip
 _SAMPLING_NOT_YET = ("grammar",)
@@ -48,6 +49,7 @@ class Checked:
     sampling: SamplingParams
     max_tokens: int | None
     deadline_s: float
+    wanted: Wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class ValidRequest:
     use_prefix_cache: bool
     trace_id: str
     want_text: bool
+    wanted: Wanted
 
 
 def check_fields(source: GenerateInput, target: Target, *, seed: int) -> Checked:
@@ -82,6 +85,7 @@ def check_fields(source: GenerateInput, target: Target, *, seed: int) -> Checked
         sampling=sampling_params(source.sampling, target.limits, seed),
         max_tokens=source.sampling.max_tokens,
         deadline_s=deadline or DEFAULT_DEADLINE_S,
+        wanted=check_wanted(source),
     )
 
 
@@ -111,6 +115,7 @@ def check_prompt(checked: Checked, token_ids: tuple[int, ...], target: Target) -
         use_prefix_cache=not source.no_prefix_cache,
         trace_id=source.trace_id,
         want_text=not source.no_text,
+        wanted=checked.wanted,
     )
 
 
@@ -159,8 +164,6 @@ def _check_supported(source: GenerateInput) -> None:
     plain, sampling = GenerateInput(), SamplingInput()
     asked = [name for name in _NOT_YET if getattr(source, name) != getattr(plain, name)]
     asked += [name for name in _SAMPLING_NOT_YET if getattr(source.sampling, name) != getattr(sampling, name)]
-    if source.n > 1:
-        asked.append("n")
     if asked:
         raise UnsupportedFeature.field(asked[0], "is not supported yet; leave it out.")
 

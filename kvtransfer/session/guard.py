@@ -58,9 +58,10 @@ LONGEST_TICKET_S = 660.0
 """No ticket lives longer: the longest deadline (security.md §6) and some leases."""
 
 
-def cache_salt(tenant: str) -> bytes:
-    """The tenant's prefix-cache salt; the tenant comes from the authenticator, never from the client."""
-    return tenant.encode()
+def cache_salt(tenant: str, own: str = "") -> bytes:
+    """The tenant's prefix-cache salt; the tenant comes from the authenticator, never from the client. own: of
+    one request whose pages only its own choices share; the router made it up."""
+    return tenant.encode() + (b"\0" + own.encode() if own else b"")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,7 @@ def check_call(
         facts = ticket.verify(
             ctx.secret, call.ticket, now=now, side=side, key=call.key, incarnation=ctx.incarnation,
             emitter=emitter, tenant=call.tenant, mode=mode,
-            request_hash=ticket.request_hash(call.token_ids, call.sampling),
+            request_hash=ticket.request_hash(call.token_ids, call.sampling, call.cache_salt),
         )  # fmt: skip
     except (PermissionRefused, ValueError) as error:
         return Refusal.BAD_TICKET, str(error)

@@ -46,6 +46,8 @@ def _head(found: Explanation) -> list[str]:
         lines.append(f"error: {found.message}")
     if found.waiting_for:
         lines.append(f"waits for {found.waiting_for}")
+    if found.choice_ids:
+        lines.append(f"choice 0; the others: {', '.join(found.choice_ids)}")
     return [*lines, *_workers(found)]
 
 

@@ -51,8 +51,8 @@ def wrong_rows(patch: Patch) -> None:
 
 def other_tenants_page(patch: Patch) -> None:
     """A prefix index without tenants."""
-    patch.setattr("decode_worker.reserve.cache_salt", lambda tenant: b"")
-    patch.setattr("prefill_worker.loop.cache_salt", lambda tenant: b"")
+    patch.setattr("decode_worker.reserve.cache_salt", lambda tenant, own: b"")
+    patch.setattr("prefill_worker.loop.cache_salt", lambda tenant, own: b"")
     patch.setattr(runner, "_wishes", _same_prompts(runner._wishes))
 
 

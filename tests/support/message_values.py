@@ -147,6 +147,7 @@ work: dict[str, Any] = {
     "priority": i32,
     "use_prefix_cache": st.booleans(),
     "trace_id": text,
+    "cache_salt": text,
 }
 reserves = st.builds(
     messages.Reserve, **work, mode=st.just(types.HandoverMode.DISAGGREGATED), prefill=peers

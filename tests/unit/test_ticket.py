@@ -167,7 +167,8 @@ def test_the_request_hash_depends_on_every_parameter() -> None:
     assert {name for change in changes for name in change} == {f.name for f in dataclasses.fields(base)}
     hashes = {request_hash((1, 2), dataclasses.replace(base, **change)) for change in changes}
     hashes |= {request_hash(ids, base) for ids in ((1, 2), (2, 1), (1,), (1, 2, 0), ())}
-    assert len(hashes) == len(changes) + 5
+    hashes |= {request_hash((1, 2), base, salt) for salt in ("a", "b")}
+    assert len(hashes) == len(changes) + 7
 
 
 def test_a_token_moved_to_the_stop_ids_changes_the_hash() -> None:

@@ -80,7 +80,7 @@ def explanation_to_pb(value: Explanation) -> pb.ExplainResponse:
 
 def explanation_from_pb(message: pb.ExplainResponse) -> Explanation:
     """Raises InvalidRequest."""
-    plain = {name: getattr(message, name) for name in _EXPLAINED}
+    plain = {name: getattr(message, name) for name in _EXPLAINED} | {"choice_ids": tuple(message.choice_ids)}
     return Explanation(**plain, usage=usage_from_pb(message.usage), ledger=ledger_from_pb(message.ledger))
 
 

@@ -47,6 +47,7 @@ def reserve_to_pb(value: Reserve) -> decode_pb2.ReserveRequest:
         priority=value.priority,
         use_prefix_cache=value.use_prefix_cache,
         trace_id=value.trace_id,
+        cache_salt=value.cache_salt,
     )
 
 
@@ -69,6 +70,7 @@ def reserve_from_pb(message: decode_pb2.ReserveRequest) -> Reserve:
         priority=message.priority,
         use_prefix_cache=message.use_prefix_cache,
         trace_id=message.trace_id,
+        cache_salt=message.cache_salt,
     )
 
 
@@ -86,6 +88,7 @@ def prefill_to_pb(value: PrefillRequest) -> prefill_pb2.PrefillRequest:
         priority=value.priority,
         use_prefix_cache=value.use_prefix_cache,
         trace_id=value.trace_id,
+        cache_salt=value.cache_salt,
     )
 
 
@@ -104,6 +107,7 @@ def prefill_from_pb(message: prefill_pb2.PrefillRequest) -> PrefillRequest:
         priority=message.priority,
         use_prefix_cache=message.use_prefix_cache,
         trace_id=message.trace_id,
+        cache_salt=message.cache_salt,
     )
 
 

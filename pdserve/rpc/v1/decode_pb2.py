@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.rpc.v1 import common_pb2 as pdserve_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpdserve/rpc/v1/decode.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"\xeb\x02\n\x0eReserveRequest\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\x1c\n\x14receiver_incarnation\x18\x02 \x01(\x06\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x12\n\nnum_forced\x18\x05 \x01(\r\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.pdserve.rpc.v1.Sampling\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12*\n\x04mode\x18\x08 \x01(\x0e\x32\x1c.pdserve.rpc.v1.HandoverMode\x12(\n\x07prefill\x18\t \x01(\x0b\x32\x17.pdserve.rpc.v1.PeerRef\x12\x12\n\ndeadline_s\x18\n \x01(\x01\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x18\n\x10use_prefix_cache\x18\x0c \x01(\x08\x12\x10\n\x08trace_id\x18\r \x01(\t\"J\n\x08Reserved\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.pdserve.rpc.v1.HandoverMode\x12\x12\n\nhit_tokens\x18\x02 \x01(\r\"G\n\x0eReserveRefused\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"\x82\x01\n\x08TokenOut\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12&\n\x06ledger\x18\x03 \x01(\x0b\x32\x16.pdserve.rpc.v1.Ledger\x12-\n\x07logprob\x18\x04 \x01(\x0b\x32\x1c.pdserve.rpc.v1.TokenLogprob\"\xc2\x01\n\x05\x45nded\x12,\n\x06\x66inish\x18\x01 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\x12\x13\n\x0b\x65rror_label\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12$\n\x05usage\x18\x05 \x01(\x0b\x32\x15.pdserve.rpc.v1.Usage\x12&\n\x06ledger\x18\x06 \x01(\x0b\x32\x16.pdserve.rpc.v1.Ledger\"\xf0\x01\n\x0fReserveResponse\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12,\n\x08reserved\x18\x02 \x01(\x0b\x32\x18.pdserve.rpc.v1.ReservedH\x00\x12\x31\n\x07refused\x18\x03 \x01(\x0b\x32\x1e.pdserve.rpc.v1.ReserveRefusedH\x00\x12)\n\x05token\x18\x04 \x01(\x0b\x32\x18.pdserve.rpc.v1.TokenOutH\x00\x12&\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x15.pdserve.rpc.v1.EndedH\x00\x42\x07\n\x05\x65vent\"U\n\x13\x43\x61ncelDecodeRequest\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\x1c\n\x14receiver_incarnation\x18\x02 \x01(\x06\"@\n\x14\x43\x61ncelDecodeResponse\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.pdserve.rpc.v1.Outcome\"T\n\x12SwitchLocalRequest\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\x1c\n\x14receiver_incarnation\x18\x02 \x01(\x06\"?\n\x13SwitchLocalResponse\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.pdserve.rpc.v1.Outcome2\x90\x02\n\rDecodeService\x12L\n\x07Reserve\x12\x1e.pdserve.rpc.v1.ReserveRequest\x1a\x1f.pdserve.rpc.v1.ReserveResponse0\x01\x12Y\n\x0c\x43\x61ncelDecode\x12#.pdserve.rpc.v1.CancelDecodeRequest\x1a$.pdserve.rpc.v1.CancelDecodeResponse\x12V\n\x0bSwitchLocal\x12\".pdserve.rpc.v1.SwitchLocalRequest\x1a#.pdserve.rpc.v1.SwitchLocalResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpdserve/rpc/v1/decode.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"\xff\x02\n\x0eReserveRequest\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\x1c\n\x14receiver_incarnation\x18\x02 \x01(\x06\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x12\n\nnum_forced\x18\x05 \x01(\r\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.pdserve.rpc.v1.Sampling\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12*\n\x04mode\x18\x08 \x01(\x0e\x32\x1c.pdserve.rpc.v1.HandoverMode\x12(\n\x07prefill\x18\t \x01(\x0b\x32\x17.pdserve.rpc.v1.PeerRef\x12\x12\n\ndeadline_s\x18\n \x01(\x01\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x18\n\x10use_prefix_cache\x18\x0c \x01(\x08\x12\x10\n\x08trace_id\x18\r \x01(\t\x12\x12\n\ncache_salt\x18\x0e \x01(\t\"J\n\x08Reserved\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.pdserve.rpc.v1.HandoverMode\x12\x12\n\nhit_tokens\x18\x02 \x01(\r\"G\n\x0eReserveRefused\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"\x82\x01\n\x08TokenOut\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12&\n\x06ledger\x18\x03 \x01(\x0b\x32\x16.pdserve.rpc.v1.Ledger\x12-\n\x07logprob\x18\x04 \x01(\x0b\x32\x1c.pdserve.rpc.v1.TokenLogprob\"\xc2\x01\n\x05\x45nded\x12,\n\x06\x66inish\x18\x01 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\x12\x13\n\x0b\x65rror_label\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12$\n\x05usage\x18\x05 \x01(\x0b\x32\x15.pdserve.rpc.v1.Usage\x12&\n\x06ledger\x18\x06 \x01(\x0b\x32\x16.pdserve.rpc.v1.Ledger\"\xf0\x01\n\x0fReserveResponse\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12,\n\x08reserved\x18\x02 \x01(\x0b\x32\x18.pdserve.rpc.v1.ReservedH\x00\x12\x31\n\x07refused\x18\x03 \x01(\x0b\x32\x1e.pdserve.rpc.v1.ReserveRefusedH\x00\x12)\n\x05token\x18\x04 \x01(\x0b\x32\x18.pdserve.rpc.v1.TokenOutH\x00\x12&\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x15.pdserve.rpc.v1.EndedH\x00\x42\x07\n\x05\x65vent\"U\n\x13\x43\x61ncelDecodeRequest\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\x1c\n\x14receiver_incarnation\x18\x02 \x01(\x06\"@\n\x14\x43\x61ncelDecodeResponse\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.pdserve.rpc.v1.Outcome\"T\n\x12SwitchLocalRequest\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\x1c\n\x14receiver_incarnation\x18\x02 \x01(\x06\"?\n\x13SwitchLocalResponse\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.pdserve.rpc.v1.Outcome2\x90\x02\n\rDecodeService\x12L\n\x07Reserve\x12\x1e.pdserve.rpc.v1.ReserveRequest\x1a\x1f.pdserve.rpc.v1.ReserveResponse0\x01\x12Y\n\x0c\x43\x61ncelDecode\x12#.pdserve.rpc.v1.CancelDecodeRequest\x1a$.pdserve.rpc.v1.CancelDecodeResponse\x12V\n\x0bSwitchLocal\x12\".pdserve.rpc.v1.SwitchLocalRequest\x1a#.pdserve.rpc.v1.SwitchLocalResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,25 +33,25 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.rpc.v1.decode_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RESERVEREQUEST']._serialized_start=77
-  _globals['_RESERVEREQUEST']._serialized_end=440
-  _globals['_RESERVED']._serialized_start=442
-  _globals['_RESERVED']._serialized_end=516
-  _globals['_RESERVEREFUSED']._serialized_start=518
-  _globals['_RESERVEREFUSED']._serialized_end=589
-  _globals['_TOKENOUT']._serialized_start=592
-  _globals['_TOKENOUT']._serialized_end=722
-  _globals['_ENDED']._serialized_start=725
-  _globals['_ENDED']._serialized_end=919
-  _globals['_RESERVERESPONSE']._serialized_start=922
-  _globals['_RESERVERESPONSE']._serialized_end=1162
-  _globals['_CANCELDECODEREQUEST']._serialized_start=1164
-  _globals['_CANCELDECODEREQUEST']._serialized_end=1249
-  _globals['_CANCELDECODERESPONSE']._serialized_start=1251
-  _globals['_CANCELDECODERESPONSE']._serialized_end=1315
-  _globals['_SWITCHLOCALREQUEST']._serialized_start=1317
-  _globals['_SWITCHLOCALREQUEST']._serialized_end=1401
-  _globals['_SWITCHLOCALRESPONSE']._serialized_start=1403
-  _globals['_SWITCHLOCALRESPONSE']._serialized_end=1466
-  _globals['_DECODESERVICE']._serialized_start=1469
-  _globals['_DECODESERVICE']._serialized_end=1741
+  _globals['_RESERVEREQUEST']._serialized_end=460
+  _globals['_RESERVED']._serialized_start=462
+  _globals['_RESERVED']._serialized_end=536
+  _globals['_RESERVEREFUSED']._serialized_start=538
+  _globals['_RESERVEREFUSED']._serialized_end=609
+  _globals['_TOKENOUT']._serialized_start=612
+  _globals['_TOKENOUT']._serialized_end=742
+  _globals['_ENDED']._serialized_start=745
+  _globals['_ENDED']._serialized_end=939
+  _globals['_RESERVERESPONSE']._serialized_start=942
+  _globals['_RESERVERESPONSE']._serialized_end=1182
+  _globals['_CANCELDECODEREQUEST']._serialized_start=1184
+  _globals['_CANCELDECODEREQUEST']._serialized_end=1269
+  _globals['_CANCELDECODERESPONSE']._serialized_start=1271
+  _globals['_CANCELDECODERESPONSE']._serialized_end=1335
+  _globals['_SWITCHLOCALREQUEST']._serialized_start=1337
+  _globals['_SWITCHLOCALREQUEST']._serialized_end=1421
+  _globals['_SWITCHLOCALRESPONSE']._serialized_start=1423
+  _globals['_SWITCHLOCALRESPONSE']._serialized_end=1486
+  _globals['_DECODESERVICE']._serialized_start=1489
+  _globals['_DECODESERVICE']._serialized_end=1761
 # @@protoc_insertion_point(module_scope)

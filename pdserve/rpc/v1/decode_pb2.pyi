@@ -36,6 +36,7 @@ class ReserveRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     USE_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     receiver_incarnation: _builtins.int
     ticket: _builtins.bytes
     num_forced: _builtins.int
@@ -45,6 +46,8 @@ class ReserveRequest(_message.Message):
     priority: _builtins.int
     use_prefix_cache: _builtins.bool
     trace_id: _builtins.str
+    cache_salt: _builtins.str
+    """Not empty: its pages are shared only with calls of the same tenant and salt."""
     @_builtins.property
     def key(self) -> _common_pb2.Key: ...
     @_builtins.property
@@ -73,10 +76,11 @@ class ReserveRequest(_message.Message):
         priority: _builtins.int = ...,
         use_prefix_cache: _builtins.bool = ...,
         trace_id: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "prefill", b"prefill", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "key", b"key", "mode", b"mode", "num_forced", b"num_forced", "prefill", b"prefill", "priority", b"priority", "receiver_incarnation", b"receiver_incarnation", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket", "token_ids", b"token_ids", "trace_id", b"trace_id", "use_prefix_cache", b"use_prefix_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "key", b"key", "mode", b"mode", "num_forced", b"num_forced", "prefill", b"prefill", "priority", b"priority", "receiver_incarnation", b"receiver_incarnation", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket", "token_ids", b"token_ids", "trace_id", b"trace_id", "use_prefix_cache", b"use_prefix_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1207,6 +1207,7 @@ class ExplainResponse(_message.Message):
     AGE_S_FIELD_NUMBER: _builtins.int
     TOTAL_S_FIELD_NUMBER: _builtins.int
     LEDGER_FIELD_NUMBER: _builtins.int
+    CHOICE_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     client_request_id: _builtins.str
     state: _builtins.str
@@ -1228,6 +1229,10 @@ class ExplainResponse(_message.Message):
     def usage(self) -> _common_pb2.Usage: ...
     @_builtins.property
     def ledger(self) -> _common_pb2.Ledger: ...
+    @_builtins.property
+    def choice_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of the request's other choices: what to explain them by."""
+
     def __init__(
         self,
         *,
@@ -1245,10 +1250,11 @@ class ExplainResponse(_message.Message):
         age_s: _builtins.float = ...,
         total_s: _builtins.float = ...,
         ledger: _common_pb2.Ledger | None = ...,
+        choice_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "client_request_id", b"client_request_id", "decode_worker", b"decode_worker", "epochs", b"epochs", "ledger", b"ledger", "max_tokens", b"max_tokens", "message", b"message", "outcome", b"outcome", "prefill_worker", b"prefill_worker", "request_id", b"request_id", "state", b"state", "total_s", b"total_s", "usage", b"usage", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "choice_ids", b"choice_ids", "client_request_id", b"client_request_id", "decode_worker", b"decode_worker", "epochs", b"epochs", "ledger", b"ledger", "max_tokens", b"max_tokens", "message", b"message", "outcome", b"outcome", "prefill_worker", b"prefill_worker", "request_id", b"request_id", "state", b"state", "total_s", b"total_s", "usage", b"usage", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.rpc.v1 import common_pb2 as pdserve_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/rpc/v1/prefill.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"\xbe\x02\n\x0ePrefillRequest\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\x1c\n\x14receiver_incarnation\x18\x02 \x01(\x06\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x12\n\nnum_forced\x18\x05 \x01(\r\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.pdserve.rpc.v1.Sampling\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\'\n\x06\x64\x65\x63ode\x18\x08 \x01(\x0b\x32\x17.pdserve.rpc.v1.PeerRef\x12\x12\n\ndeadline_s\x18\t \x01(\x01\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x18\n\x10use_prefix_cache\x18\x0b \x01(\x08\x12\x10\n\x08trace_id\x18\x0c \x01(\t\"m\n\tPrefilled\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.pdserve.rpc.v1.Outcome\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12&\n\x06ledger\x18\x03 \x01(\x0b\x32\x16.pdserve.rpc.v1.Ledger\"G\n\x0ePrefillRefused\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"\xa0\x01\n\x0fPrefillResponse\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12.\n\tprefilled\x18\x02 \x01(\x0b\x32\x19.pdserve.rpc.v1.PrefilledH\x00\x12\x31\n\x07refused\x18\x03 \x01(\x0b\x32\x1e.pdserve.rpc.v1.PrefillRefusedH\x00\x42\x08\n\x06result\"V\n\x14\x43\x61ncelPrefillRequest\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\x1c\n\x14receiver_incarnation\x18\x02 \x01(\x06\"A\n\x15\x43\x61ncelPrefillResponse\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.pdserve.rpc.v1.Outcome2\xba\x01\n\x0ePrefillService\x12J\n\x07Prefill\x12\x1e.pdserve.rpc.v1.PrefillRequest\x1a\x1f.pdserve.rpc.v1.PrefillResponse\x12\\\n\rCancelPrefill\x12$.pdserve.rpc.v1.CancelPrefillRequest\x1a%.pdserve.rpc.v1.CancelPrefillResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/rpc/v1/prefill.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"\xd2\x02\n\x0ePrefillRequest\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\x1c\n\x14receiver_incarnation\x18\x02 \x01(\x06\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x12\n\nnum_forced\x18\x05 \x01(\r\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.pdserve.rpc.v1.Sampling\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\'\n\x06\x64\x65\x63ode\x18\x08 \x01(\x0b\x32\x17.pdserve.rpc.v1.PeerRef\x12\x12\n\ndeadline_s\x18\t \x01(\x01\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x18\n\x10use_prefix_cache\x18\x0b \x01(\x08\x12\x10\n\x08trace_id\x18\x0c \x01(\t\x12\x12\n\ncache_salt\x18\r \x01(\t\"m\n\tPrefilled\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.pdserve.rpc.v1.Outcome\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12&\n\x06ledger\x18\x03 \x01(\x0b\x32\x16.pdserve.rpc.v1.Ledger\"G\n\x0ePrefillRefused\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"\xa0\x01\n\x0fPrefillResponse\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12.\n\tprefilled\x18\x02 \x01(\x0b\x32\x19.pdserve.rpc.v1.PrefilledH\x00\x12\x31\n\x07refused\x18\x03 \x01(\x0b\x32\x1e.pdserve.rpc.v1.PrefillRefusedH\x00\x42\x08\n\x06result\"V\n\x14\x43\x61ncelPrefillRequest\x12 \n\x03key\x18\x01 \x01(\x0b\x32\x13.pdserve.rpc.v1.Key\x12\x1c\n\x14receiver_incarnation\x18\x02 \x01(\x06\"A\n\x15\x43\x61ncelPrefillResponse\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.pdserve.rpc.v1.Outcome2\xba\x01\n\x0ePrefillService\x12J\n\x07Prefill\x12\x1e.pdserve.rpc.v1.PrefillRequest\x1a\x1f.pdserve.rpc.v1.PrefillResponse\x12\\\n\rCancelPrefill\x12$.pdserve.rpc.v1.CancelPrefillRequest\x1a%.pdserve.rpc.v1.CancelPrefillResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.rpc.v1.prefill_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=78
-  _globals['_PREFILLREQUEST']._serialized_end=396
-  _globals['_PREFILLED']._serialized_start=398
-  _globals['_PREFILLED']._serialized_end=507
-  _globals['_PREFILLREFUSED']._serialized_start=509
-  _globals['_PREFILLREFUSED']._serialized_end=580
-  _globals['_PREFILLRESPONSE']._serialized_start=583
-  _globals['_PREFILLRESPONSE']._serialized_end=743
-  _globals['_CANCELPREFILLREQUEST']._serialized_start=745
-  _globals['_CANCELPREFILLREQUEST']._serialized_end=831
-  _globals['_CANCELPREFILLRESPONSE']._serialized_start=833
-  _globals['_CANCELPREFILLRESPONSE']._serialized_end=898
-  _globals['_PREFILLSERVICE']._serialized_start=901
-  _globals['_PREFILLSERVICE']._serialized_end=1087
+  _globals['_PREFILLREQUEST']._serialized_end=416
+  _globals['_PREFILLED']._serialized_start=418
+  _globals['_PREFILLED']._serialized_end=527
+  _globals['_PREFILLREFUSED']._serialized_start=529
+  _globals['_PREFILLREFUSED']._serialized_end=600
+  _globals['_PREFILLRESPONSE']._serialized_start=603
+  _globals['_PREFILLRESPONSE']._serialized_end=763
+  _globals['_CANCELPREFILLREQUEST']._serialized_start=765
+  _globals['_CANCELPREFILLREQUEST']._serialized_end=851
+  _globals['_CANCELPREFILLRESPONSE']._serialized_start=853
+  _globals['_CANCELPREFILLRESPONSE']._serialized_end=918
+  _globals['_PREFILLSERVICE']._serialized_start=921
+  _globals['_PREFILLSERVICE']._serialized_end=1107
 # @@protoc_insertion_point(module_scope)
