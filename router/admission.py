@@ -18,11 +18,13 @@ _SMOOTHING = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """max_requests, max_tokens: bounds of the queue. max_wait_s: a request never tried waits no longer."""
+    """max_requests, max_tokens: bounds of the queue. max_wait_s: a request never tried waits no longer.
+    tenant_share: part of both bounds that one tenant may take, 0 to 1; one request may always wait."""
 
     max_requests: int = 512
     max_tokens: int = 4_000_000
     max_wait_s: float = 60.0
+    tenant_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class Waiting:
     queued_at: float
     deadline_at: float
     tried: bool = False
+    tenant: str = ""
 
     @property
     def rank(self) -> tuple[int, int, str]:
@@ -55,6 +58,7 @@ class AdmissionQueue:
     _order: list[Waiting] = field(default_factory=list)
     _by_id: dict[str, Waiting] = field(default_factory=dict)
     _tokens: int = 0
+    _by_tenant: dict[str, tuple[int, int]] = field(default_factory=dict)  # requests and tokens
     _interval_s: float | None = None
     _last_leave: float | None = None
 
@@ -68,8 +72,10 @@ class AdmissionQueue:
     def offer(self, entry: Waiting, now: float) -> tuple[Waiting, ...]:
         """Takes a new request; returns those of lower priority that are shed for it (the caller ends them).
 
-        Raises Overloaded if the queue is full of equal or better ones, or the deadline would pass in it.
+        Raises Overloaded if the queue is full of equal or better ones, its tenant has its share of it, or
+        the deadline would pass in it.
         """
+        self._check_share(entry)
         wait = self._expected_wait(entry)
         if wait is not None and now + wait > entry.deadline_at:
             message = (
@@ -100,7 +106,7 @@ class AdmissionQueue:
         entry = self._by_id.pop(request_id, None)
         if entry is not None:
             self._order.pop(bisect.bisect_left(self._order, entry.rank, key=_rank))
-            self._tokens -= entry.tokens
+            self._count(entry, -1)
         return entry
 
     def expired(self, now: float) -> tuple[Waiting, ...]:
@@ -141,7 +147,21 @@ class AdmissionQueue:
         assert entry.request_id not in self._by_id
         bisect.insort(self._order, entry, key=_rank)
         self._by_id[entry.request_id] = entry
-        self._tokens += entry.tokens
+        self._count(entry, 1)
+
+    def _count(self, entry: Waiting, sign: int) -> None:
+        self._tokens += sign * entry.tokens
+        requests, tokens = self._by_tenant.pop(entry.tenant, (0, 0))
+        if requests + sign:
+            self._by_tenant[entry.tenant] = (requests + sign, tokens + sign * entry.tokens)
+
+    def _check_share(self, entry: Waiting) -> None:
+        requests, tokens = self._by_tenant.get(entry.tenant, (0, 0))
+        share = self.limits.tenant_share
+        full = requests + 1 > share * self.limits.max_requests
+        if share < 1 and requests and (full or tokens + entry.tokens > share * self.limits.max_tokens):
+            message = "As many requests of this tenant wait as may: come back later."
+            raise Overloaded(message, retry_after_s=self.retry_after_s())
 
     def _learn(self, now: float) -> None:
         """Smoothed time between departures; only while others wait, as an idle queue says nothing."""

@@ -102,6 +102,12 @@ class RouterConfig:
     max_queue_tokens: int = setting(
         4_000_000, help="Prompt tokens that may wait; more are refused.", unit="tokens", minimum=1
     )
+    max_tenant_share: float = setting(
+        1.0,
+        help="Part of the queue, in requests and in tokens, that one tenant may take; 1: no such bound.",
+        minimum=0,
+        maximum=1,
+    )
     max_queue_wait_s: float = setting(
         60.0, help="How long a request may wait for its first try.", unit="seconds", minimum=0.1
     )

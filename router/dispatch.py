@@ -58,6 +58,7 @@ class Dispatcher:
                 max_requests=config.max_queue,
                 max_tokens=config.max_queue_tokens,
                 max_wait_s=config.max_queue_wait_s,
+                tenant_share=config.max_tenant_share,
             )
         )
         self._waiting: dict[str, Queued] = {}

@@ -118,6 +118,7 @@ class RequestRun:
             queued_at=self._queued_at,
             deadline_at=self._deadline_at,
             tried=self._state.num_tries > 0,
+            tenant=self.tenant,
         )
 
     @property

@@ -144,3 +144,19 @@ def test_it_is_a_sorted_list_within_bounds(steps: list[tuple[str, int, int]]) ->
         assert list(queue) == model
         assert len(queue) <= 8
         assert sum(w.tokens for w in queue) <= 120
+
+
+def test_a_tenant_has_its_share_of_the_queue_and_no_more() -> None:
+    queue = AdmissionQueue(QueueLimits(max_requests=8, max_tokens=100, tenant_share=0.5))
+    for n in range(4):
+        queue.offer(replace(entry(n), tenant="loud"), 0.0)
+    with pytest.raises(Overloaded, match="this tenant"):
+        queue.offer(replace(entry(4, priority=-5), tenant="loud"), 0.0)
+    queue.offer(replace(entry(5, tokens=55), tenant="calm"), 0.0)  # more than its tokens, but its only one
+    with pytest.raises(Overloaded, match="this tenant"):
+        queue.offer(replace(entry(6, tokens=1), tenant="calm"), 0.0)
+    queue.requeue(replace(entry(7), tenant="loud", tried=True))
+    queue.take("7", 0.0)
+    queue.remove("0")
+    queue.offer(replace(entry(8, tokens=5), tenant="loud"), 0.0)
+    assert len(queue) == 5
