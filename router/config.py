@@ -46,6 +46,12 @@ class RouterConfig:
         help="Name that the certificates of peers must have, in place of the host dialled; empty: the host.",
     )
     reflection: bool = setting(False, help="Serve gRPC reflection.")
+    protocols: tuple[str, ...] = setting(
+        (),
+        help="Contracts of others to speak on the gRPC port too, with commas between: oip is the Open "
+        "Inference Protocol v2, vllm is vllm.grpc.engine.VllmEngine.",
+        choices=("oip", "vllm"),
+    )
     api_key_file: str = setting(
         "", help="File of pdserve keys: whoever calls must show one of its keys. Read again when it changes."
     )

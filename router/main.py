@@ -13,6 +13,7 @@ from pdserve.config.tls import tls_source
 from pdserve.rpc.guard import AccessGuard
 from pdserve.rpc.server import RpcServer, ServerOptions
 from pdserve.rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc
+from router import neighbours
 from router.audit import AuditLog, Entry
 from router.auth.authenticator import Authenticator
 from router.auth.clients import EdgeClients
@@ -54,6 +55,7 @@ class Router:
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(
             ClusterServicer(self.hub.roster), self._rpc.server
         )
+        self._served = [INFERENCE, *neighbours.add_to(self._rpc.server, self.hub, config.protocols)]
         self._metrics: MetricsPort | None = None
         self._ready: bool | None = None
         self._health: set[asyncio.Task[None]] = set()
@@ -73,11 +75,11 @@ class Router:
         if self._config.metrics:
             self._metrics = self.hub.metrics.serve(self._config.host, self._config.metrics_port)
         try:
-            await self._rpc.start(CLUSTER, INFERENCE)
+            await self._rpc.start(CLUSTER, *self._served)
         except BaseException:
             await self.stop()
             raise
-        await self._rpc.set_serving(INFERENCE, False)
+        await self._set_serving(False)
         self.hub.on_ready = self._on_ready
         self.hub.start()
 
@@ -85,9 +87,13 @@ class Router:
         if ready == self._ready:
             return
         self._ready = ready
-        task = asyncio.get_running_loop().create_task(self._rpc.set_serving(INFERENCE, ready))
+        task = asyncio.get_running_loop().create_task(self._set_serving(ready))
         self._health.add(task)
         task.add_done_callback(self._health.discard)
+
+    async def _set_serving(self, ready: bool) -> None:
+        for name in self._served:
+            await self._rpc.set_serving(name, ready)
 
     async def drain(self) -> None:
         """No new requests; running ones finish, up to the configured time."""

@@ -39,6 +39,7 @@ class ServedModel:
         self.name = record.model_name
         self.limits = record.limits
         self.digest = record.capability.tokenizer
+        self.bundle = bundle
         self._tokenizer = Tokenizer(bundle)
         self._pool = pool
         self.info = ModelInfo(

@@ -1,4 +1,5 @@
-"""Regenerates pdserve/rpc/v1 from protos/. The output is committed; with --check a difference is an error."""
+"""Regenerates pdserve/rpc/v1 and pdserve/rpc/oip/v2 from protos/. The output is committed; with --check a
+difference is an error."""
 
 from __future__ import annotations
 
@@ -9,18 +10,21 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = Path("pdserve") / "rpc" / "v1"
+PACKAGES = (Path("pdserve") / "rpc" / "v1", Path("pdserve") / "rpc" / "oip" / "v2")
 
 
 def main(argv: list[str]) -> int:
     """Exit code of protoc, or 1 when --check finds that the committed files differ."""
     if "--check" not in argv:
-        for old in (ROOT / PACKAGE).glob("*_pb2*"):
-            old.unlink()
+        for package in PACKAGES:
+            for old in (ROOT / package).glob("*_pb2*"):
+                old.unlink()
         return generate(ROOT)
     with tempfile.TemporaryDirectory() as scratch:
         code = generate(Path(scratch))
-        different = differences(Path(scratch) / PACKAGE, ROOT / PACKAGE)
+        different = [
+            name for package in PACKAGES for name in differences(Path(scratch) / package, ROOT / package)
+        ]
     if different:
         print(f"generated code differs, run `make proto`: {', '.join(different)}", file=sys.stderr)
     return code or bool(different)

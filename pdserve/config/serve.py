@@ -205,6 +205,13 @@ class ServeConfig:
         minimum=0,
         maximum=10,
     )
+    vllm_port: int | None = setting(
+        None,
+        help="Port on which gateways drive a decode or aggregated worker alone by vLLM's contract, "
+        "vllm.grpc.engine.VllmEngine; for several such workers on one machine 0, any free one; unset: none.",
+        minimum=0,
+        maximum=65535,
+    )
     lease_s: float = setting(10.0, help="Lease on transfers and reservations.", unit="seconds", minimum=0.1)
     start_timeout_s: float = setting(
         300.0, help="How long workers may take until they serve.", unit="seconds", minimum=1
@@ -364,6 +371,7 @@ class ServeConfig:
             nice=self.prefill_nice if role is Role.PREFILL else 0,
             decode_pace_s=self.decode_pace_s,
             lease_s=self.lease_s,
+            vllm_port=self.vllm_port,
         )
 
 

@@ -98,6 +98,13 @@ class WorkerConfig:
         help="Name that the certificates of peers must have, in place of the host dialled; empty: the host.",
     )
     routers: tuple[str, ...] = setting((), help="host:port of each router's internal listener.")
+    vllm_port: int | None = setting(
+        None,
+        help="Port on which gateways drive this worker alone by vLLM's contract, "
+        "vllm.grpc.engine.VllmEngine; 0: any free one; unset: none. Prefill workers have none.",
+        minimum=0,
+        maximum=65535,
+    )
     run_dir: str = setting("", help="Private directory for Unix sockets; empty: a new temporary one.")
     threads: int = setting(1, help="Compute threads (OMP_NUM_THREADS).", unit="threads", minimum=1)
     tp: int = setting(

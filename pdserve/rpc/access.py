@@ -38,6 +38,20 @@ RULES: Mapping[str, Access] = dict(
             "Explain", "GetExperts",
         ),
         *_service(f"{_OURS}.InferenceService", Access.ADMIN, "RebalanceExperts"),
+        # Served where `--protocols` names them.
+        *_service(
+            "inference.GRPCInferenceService", Access.PUBLIC, "ServerLive", "ServerReady", "ServerMetadata"
+        ),
+        *_service(
+            "inference.GRPCInferenceService", Access.CLIENT,
+            "ModelReady", "ModelMetadata", "ModelInfer", "ModelStreamInfer",
+        ),
+        *_service(
+            "vllm.grpc.engine.VllmEngine", Access.CLIENT,
+            "Generate", "Embed", "HealthCheck", "Abort", "GetModelInfo", "GetServerInfo", "GetLoads",
+            "GetTokenizer", "SubscribeKvEvents",
+        ),
+        *_service("vllm.grpc.engine.VllmEngine", Access.ADMIN, "FlushCache", "StartProfile", "StopProfile"),
         *_service(f"{_OURS}.ClusterService", Access.FLEET, "Join"),
         *_service(
             f"{_OURS}.WorkerService", Access.FLEET,

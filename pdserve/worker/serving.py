@@ -30,6 +30,7 @@ from pdserve.worker.driver import Driver
 from pdserve.worker.engine import Engine
 from pdserve.worker.expert_keeper import ExpertKeeper
 from pdserve.worker.experts import ExpertWatch
+from pdserve.worker.front import Front
 from pdserve.worker.membership import Membership
 from pdserve.worker.roles import load_roles
 from pdserve.worker.services import SERVICE, WorkerServicer
@@ -75,6 +76,7 @@ class Serving:
         )  # fmt: skip
         self._imbalance, self._loss, self._looked_at = 0.0, 0.0, float("-inf")
         self._membership: Membership | None = None
+        self._front = Front.of(engine.config, parts)
         self.record: WorkerRecord = self._record("", {})
 
     async def start(self) -> None:
@@ -91,8 +93,9 @@ class Serving:
         for role in self._roles:
             endpoints |= await role.start(self._server.address)
         self.record = self._record(self._server.address, endpoints)
+        own = () if self._front is None else (await self._front.start(),)
         self._membership = Membership(
-            self._engine.config.routers, parts.context.secret, self.record, self.load, parts.tls
+            (*self._engine.config.routers, *own), parts.context.secret, self.record, self.load, parts.tls
         )
         self._membership.start()
         self._keeper.start()
@@ -101,6 +104,8 @@ class Serving:
     async def drain(self, timeout_s: float) -> int:
         """Refuses new requests; returns how many live ones are left at the limit. Pages that a peer still
         reads count as one more: they must be out before this process ends."""
+        if self._front is not None:
+            self._front.drain()
         self._core.drain()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._driver.until(lambda: self._core.drained), timeout_s)
@@ -111,6 +116,8 @@ class Serving:
         await self._keeper.stop()
         if self._membership is not None:
             await self._membership.stop()
+        if self._front is not None:
+            await self._front.stop()
         await self._server.stop()
         for role in self._roles:
             await role.stop()

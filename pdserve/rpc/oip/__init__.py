@@ -1,0 +1,1 @@
+"""The Open Inference Protocol, which is not ours: generated code of each version."""
