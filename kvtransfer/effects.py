@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.messages import Ended, Prefilled, Refused, Reserved, Token, TransferMessage
+from pdserve.errors import PdserveError
+from pdserve.messages import Ended, Evaluated, Prefilled, Refused, Reserved, Token, TransferMessage
 from pdserve.sched.plan import StepPlan
 from pdserve.types import Key, PageName, PeerRef
 
@@ -45,6 +46,14 @@ class AnswerDecode:
 
     key: Key
     message: Reserved | Refused | Token | Ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerEvaluate:
+    """The evaluate role answers a router's open Evaluate call; an error is its status."""
+
+    call_id: str
+    result: Evaluated | PdserveError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +155,7 @@ Effect = (
     | ToPrefiller
     | AnswerPrefill
     | AnswerDecode
+    | AnswerEvaluate
     | Dial
     | StartRead
     | CancelRead

@@ -7,8 +7,8 @@ import logging
 import math
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 
 from pdserve import failpoints
 from pdserve.api import End, Explanation, FleetStatus, GenerateInput, ModelInfo, StreamEvent, WorkerStatus
@@ -22,6 +22,7 @@ from router.calls import Tasks
 from router.choices import best_of, several, single
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
+from router.evaluate import Evaluator
 from router.explain import MAX_EXPLAINED, Explained
 from router.job import Job, Watched
 from router.metrics import RouterMetrics
@@ -61,6 +62,11 @@ class Hub:
         )
         self._jobs: dict[str, Job] = {}
         self._watched = Watched(runs={}, explained=Explained())
+        self.evaluator = Evaluator(
+            self.roster, self._services.dispatcher, clock,
+            max_waiting=config.max_queue, max_tokens=config.max_queue_tokens,
+        )  # fmt: skip
+        self._guests = 0
         self._ended: OrderedDict[str, str] = OrderedDict()  # tenant by request id
         self._arrivals = 0
         self._idle = asyncio.Event()
@@ -136,7 +142,23 @@ class Hub:
         self._ended[job.request_id] = job.tenant
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
-        if not self._jobs:
+        self._note_idle()
+
+    @contextmanager
+    def guest(self) -> Iterator[None]:
+        """For a request that is no generation: refused with Draining, or waited for, when we shut down."""
+        if self.draining:
+            raise Draining("This router shuts down; send the request again.", retry_after_s=1.0)
+        self._guests += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._guests -= 1
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._jobs and not self._guests:
             self._idle.set()
 
     def abort(self, request_id: str, caller: Caller = ANONYMOUS) -> Outcome:
@@ -165,6 +187,10 @@ class Hub:
         return found
 
     # -- questions -------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """The router's clock."""
+        return self._clock.now()
 
     def model_info(self, name: str = "") -> ModelInfo:
         """Raises UnknownModel, or Unavailable before the first worker has registered."""

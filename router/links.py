@@ -10,7 +10,7 @@ import grpc.aio
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.credentials import Renewing, close_soon
 from pdserve.rpc.fleet_auth import authenticated
-from pdserve.rpc.v1 import cluster_pb2_grpc, decode_pb2_grpc, prefill_pb2_grpc
+from pdserve.rpc.v1 import cluster_pb2_grpc, decode_pb2_grpc, evaluate_pb2_grpc, prefill_pb2_grpc
 from pdserve.tls import TlsSource
 from pdserve.types import WorkerRecord
 
@@ -22,6 +22,7 @@ class _Stubs:
         self.channel = channel
         self.decode = authenticated(decode_pb2_grpc.DecodeServiceStub(channel), secret)
         self.prefill = authenticated(prefill_pb2_grpc.PrefillServiceStub(channel), secret)
+        self.evaluate = authenticated(evaluate_pb2_grpc.EvaluateServiceStub(channel), secret)
         self.worker = authenticated(cluster_pb2_grpc.WorkerServiceStub(channel), secret)
 
 
@@ -44,6 +45,10 @@ class WorkerLink:
     @property
     def prefill(self) -> prefill_pb2_grpc.PrefillServiceAsyncStub:
         return self._stubs.current().prefill
+
+    @property
+    def evaluate(self) -> evaluate_pb2_grpc.EvaluateServiceAsyncStub:
+        return self._stubs.current().evaluate
 
     @property
     def worker(self) -> cluster_pb2_grpc.WorkerServiceAsyncStub:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 import grpc
@@ -19,7 +20,7 @@ from pdserve.tokenizer.bundle import MAX_BUNDLE_BYTES, TokenizerBundle
 from pdserve.tokenizer.encode import Tokenizer
 from pdserve.tokenizer.incremental import IncrementalDecoder
 from pdserve.tokenizer.stops import StopMatcher
-from pdserve.types import WorkerRecord
+from pdserve.types import TokenLogprob, WorkerRecord
 from router.links import WorkerLink
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,11 @@ class ServedModel:
         tokens none is looked for."""
         matcher = StopMatcher(stop) if stop else None
         return TextStream(IncrementalDecoder(self._tokenizer), matcher, min_tokens)
+
+    def spelled(self, logprob: TokenLogprob) -> TokenLogprob:
+        """The same with the bytes of each token, as clients get it."""
+        top = tuple(replace(other, token=self.token_bytes(other.token_id)) for other in logprob.top)
+        return replace(logprob, token=self.token_bytes(logprob.token_id), top=top)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token's text, be they a part of a character."""

@@ -17,6 +17,8 @@ from router.inflight import InFlight
 REQUEST_COST = 64
 """What a request costs besides its tokens, in tokens: a step of few rows takes as long as one of these."""
 
+_EVALUATORS = (Role.PREFILL, Role.AGGREGATED, Role.DECODE)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConfig:
@@ -120,6 +122,23 @@ def _joint(
         return Choice(decode=decode.record.peer, prefill=None, reason="local: the worker does both")
     reason = "disaggregated: the pair with the least outstanding tokens"
     return Choice(decode=decode.record.peer, prefill=prefill.record.peer, reason=reason)
+
+
+def choose_evaluator(
+    workers: Sequence[Candidate], load: InFlight, avoid: frozenset[int], near: int | None = None
+) -> PeerRef | None:
+    """Who runs a text through the model and generates nothing, or None: prefill workers first, as they take
+    it for one more prompt; among equals the one with the least to compute. near: who goes before all."""
+
+    def cost(worker: Candidate) -> tuple[int, ...]:
+        now = load.load(worker.incarnation)
+        tokens = now.prefill_tokens + REQUEST_COST * now.prefill_requests
+        order = _EVALUATORS.index(worker.record.role)
+        return (int(worker.incarnation != near), order, tokens, load.last_chosen(worker.incarnation))
+
+    usable = (worker for worker in workers if worker.usable and worker.incarnation not in avoid)
+    best = min(usable, key=cost, default=None)
+    return None if best is None else best.record.peer
 
 
 def choose_prefill(

@@ -11,11 +11,13 @@ from typing import Any
 
 import grpc.aio
 
-from pdserve.errors import Draining, InvalidRequest, UnsupportedFeature
+from pdserve.errors import Draining, InvalidRequest
 from pdserve.rpc.convert import (
     Heartbeat,
     Leave,
     Register,
+    embed_from_pb,
+    embeddings_to_pb,
     expert_report_to_pb,
     explanation_to_pb,
     fleet_status_to_pb,
@@ -25,6 +27,8 @@ from pdserve.rpc.convert import (
     model_info_to_pb,
     outcome_to_pb,
     rebalance_answer_to_pb,
+    score_from_pb,
+    scores_to_pb,
     stream_event_to_pb,
     tokenize_from_pb,
     tokenized_to_pb,
@@ -38,8 +42,6 @@ from router.roster import Roster
 
 INFERENCE = "pdserve.rpc.v1.InferenceService"
 CLUSTER = "pdserve.rpc.v1.ClusterService"
-
-_NOT_YET = UnsupportedFeature("This call is not supported yet.")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -82,12 +84,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Embed(
         self, request: inference_pb2.EmbedRequest, context: Context
     ) -> inference_pb2.EmbedResponse:
-        raise _NOT_YET
+        source = embed_from_pb(request)
+        return embeddings_to_pb(await texts.embed(self._hub, source, context.time_remaining(), CALLER.get()))
 
     async def Score(
         self, request: inference_pb2.ScoreRequest, context: Context
     ) -> inference_pb2.ScoreResponse:
-        raise _NOT_YET
+        source = score_from_pb(request)
+        return scores_to_pb(await texts.score(self._hub, source, context.time_remaining(), CALLER.get()))
 
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: Context

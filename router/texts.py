@@ -1,16 +1,39 @@
-"""What clients ask of texts besides generating: their tokens, and back.
+"""What clients ask of texts besides generating: their tokens, vectors of them, how likely they are.
 
-What lives here: checking what is asked, and the answers. What does not: tokenisers (`router.model`).
+What lives here: checking what is asked, and the answers. What does not: tokenisers (`router.model`), calls to
+workers (`evaluate`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import math
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from pdserve.api import GenerateInput, Tokenized, TokenizeInput
-from pdserve.errors import InvalidRequest
+from pdserve.api import (
+    ContinuationScore,
+    Embeddings,
+    EmbedInput,
+    GenerateInput,
+    ScoreInput,
+    Scores,
+    TextOrTokens,
+    Tokenized,
+    TokenizeInput,
+)
+from pdserve.errors import Cancelled, InvalidRequest, PdserveError, PromptTooLong
+from pdserve.messages import EvaluateParams
+from pdserve.types import FinishReason, TokenLogprob, Usage
+from router.caller import ANONYMOUS, Caller
+from router.evaluate import Text, Told
 from router.hub import Hub
-from router.validate import Target, check_fields
+from router.model import ServedModel
+from router.validate import Target, check_deadline, check_fields
+
+T = TypeVar("T")
+MAX_INPUTS = 64
 
 
 async def tokenize(hub: Hub, source: TokenizeInput) -> Tokenized:
@@ -35,6 +58,145 @@ async def detokenize(hub: Hub, token_ids: Sequence[int], model_name: str = "") -
     """The text of token ids, special tokens as they are written. Raises UnknownModel, Unavailable, or
     InvalidRequest for an id outside the vocabulary."""
     model = hub.served(model_name)
-    if max(token_ids, default=0) >= model.limits.vocab_size or min(token_ids, default=0) < 0:
-        raise InvalidRequest.field("ids", f"must be below the vocabulary size, {model.limits.vocab_size}.")
+    _check_vocabulary("ids", token_ids, model)
     return await model.decode(token_ids)
+
+
+async def embed(
+    hub: Hub, source: EmbedInput, time_left_s: float | None = None, caller: Caller = ANONYMOUS
+) -> Embeddings:
+    """A vector for each input, of the final norm's output. time_left_s: of the caller's own deadline.
+
+    Raises InvalidRequest, PromptTooLong, UnknownModel, Unavailable, Overloaded or DeadlineExpired.
+    """
+    return await _request(hub, _embed(hub, source, time_left_s, caller))
+
+
+async def _embed(hub: Hub, source: EmbedInput, time_left_s: float | None, caller: Caller) -> Embeddings:
+    asker = _asker(hub, source.model, source.deadline_s, time_left_s, caller)
+    _check_count("inputs", source.inputs)
+    texts = [await asker.ids(each, "inputs") for each in source.inputs]
+    params = EvaluateParams(pooling=source.pooling)
+    told = await _all([asker.run(ids, params) for ids in texts])
+    vectors = [each.result.vector for each in told]
+    if not source.no_normalise:
+        vectors = [_normalised(vector) for vector in vectors]
+    return Embeddings(vectors=tuple(vectors), usage=_usage(texts, told))
+
+
+async def score(
+    hub: Hub, source: ScoreInput, time_left_s: float | None = None, caller: Caller = ANONYMOUS
+) -> Scores:
+    """Log-probabilities of each continuation's tokens behind the prompt. As `embed`."""
+    return await _request(hub, _score(hub, source, time_left_s, caller))
+
+
+async def _score(hub: Hub, source: ScoreInput, time_left_s: float | None, caller: Caller) -> Scores:
+    asker = _asker(hub, source.model, source.deadline_s, time_left_s, caller)
+    _check_count("continuations", source.continuations)
+    prompt = await asker.ids(source.prompt, "prompt")
+    rest = [await asker.ids(each, "continuations", alone=False) for each in source.continuations]
+    texts = [prompt + ids for ids in rest]
+    for ids in texts:
+        asker.check_length(ids, "continuations")
+    params = EvaluateParams(num_top=0, from_index=len(prompt))
+    # The first computes the prompt's pages, which the others then find in that worker's cache.
+    first = await asker.run(texts[0], params)
+    near = replace(asker, near=first.incarnation)
+    told = [first, *await _all([near.run(ids, params) for ids in texts[1:]])]
+    scores = [asker.score(each.result.logprobs) for each in told]
+    return Scores(scores=tuple(scores), usage=_usage(texts, told))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asker:
+    """Who asks, of which model, until when."""
+
+    hub: Hub
+    model: ServedModel
+    deadline_at: float
+    tenant: str
+    near: int | None = None
+
+    async def ids(self, value: TextOrTokens, name: str, *, alone: bool = True) -> tuple[int, ...]:
+        """Checked token ids. alone: nothing is put before a text but what the model wants there."""
+        if not value:
+            raise InvalidRequest.field(name, "must not be empty; send at least one character or token.")
+        if isinstance(value, str):
+            value = await self.model.encode_plain(value, special_tokens=alone)
+        _check_vocabulary(name, value, self.model)
+        self.check_length(value, name)
+        return value
+
+    def check_length(self, token_ids: Sequence[int], name: str) -> None:
+        limit = self.model.limits.max_context
+        if len(token_ids) > limit:
+            raise PromptTooLong.field(name, f"has {len(token_ids)} tokens; the model's context is {limit}.")
+
+    async def run(self, token_ids: tuple[int, ...], params: EvaluateParams) -> Told:
+        text = Text(
+            token_ids=token_ids,
+            params=params,
+            tenant=self.tenant,
+            deadline_at=self.deadline_at,
+            near=self.near,
+        )
+        return await self.hub.evaluator.run(text)
+
+    def score(self, logprobs: Sequence[TokenLogprob]) -> ContinuationScore:
+        total = math.fsum(each.logprob for each in logprobs)
+        return ContinuationScore(logprob=total, tokens=tuple(map(self.model.spelled, logprobs)))
+
+
+def _asker(hub: Hub, model_name: str, deadline_s: float, time_left_s: float | None, caller: Caller) -> _Asker:
+    limit_s = min(check_deadline(deadline_s), math.inf if time_left_s is None else time_left_s)
+    model = hub.served(model_name)
+    return _Asker(hub=hub, model=model, deadline_at=hub.now() + limit_s, tenant=caller.tenant)
+
+
+def _check_count(name: str, values: Sequence[TextOrTokens]) -> None:
+    if not 1 <= len(values) <= MAX_INPUTS:
+        raise InvalidRequest.field(name, f"must be 1 to {MAX_INPUTS}.")
+
+
+def _check_vocabulary(name: str, token_ids: Sequence[int], model: ServedModel) -> None:
+    size = model.limits.vocab_size
+    if max(token_ids, default=0) >= size or min(token_ids, default=0) < 0:
+        raise InvalidRequest.field(name, f"ids must be below the vocabulary size, {size}.")
+
+
+def _normalised(vector: tuple[float, ...]) -> tuple[float, ...]:
+    length = math.sqrt(math.fsum(value * value for value in vector))
+    return tuple(value / length for value in vector) if length else vector
+
+
+def _usage(texts: Sequence[Sequence[int]], told: Sequence[Told]) -> Usage:
+    return Usage(
+        prompt_tokens=sum(map(len, texts)), cached_tokens=sum(each.result.cached_tokens for each in told)
+    )
+
+
+async def _request(hub: Hub, work: Coroutine[Any, Any, T]) -> T:
+    """One request: counted by how it ends, waited for when the router shuts down."""
+    outcome = Cancelled.label
+    try:
+        with hub.guest():
+            result = await work
+        outcome = FinishReason.STOP
+        return result
+    except PdserveError as error:
+        outcome = error.label
+        raise
+    finally:
+        work.close()
+        hub.metrics.outcome(outcome)
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, Told]]) -> list[Told]:
+    """All results in order; the first that fails ends the others and is raised."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()

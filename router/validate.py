@@ -79,14 +79,18 @@ def check_fields(source: GenerateInput, target: Target, *, seed: int) -> Checked
     _check_input(source)
     _check_plain(source)
     _check_stop(source.stop)
-    deadline = number("deadline_s", source.deadline_s, 0.0, MAX_DEADLINE_S)
     return Checked(
         source=source,
         sampling=sampling_params(source.sampling, target.limits, seed),
         max_tokens=source.sampling.max_tokens,
-        deadline_s=deadline or DEFAULT_DEADLINE_S,
         wanted=check_wanted(source),
+        deadline_s=check_deadline(source.deadline_s),
     )
+
+
+def check_deadline(deadline_s: float) -> float:
+    """Seconds that a request may take, the default for 0. Raises InvalidRequest."""
+    return number("deadline_s", deadline_s, 0.0, MAX_DEADLINE_S) or DEFAULT_DEADLINE_S
 
 
 def check_prompt(checked: Checked, token_ids: tuple[int, ...], target: Target) -> ValidRequest:

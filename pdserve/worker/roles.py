@@ -20,13 +20,19 @@ def _decode(port: WorkerPort) -> RoleDriver:
     return DecodeDriver(port)
 
 
+def _evaluate(port: WorkerPort) -> RoleDriver:
+    from pdserve.worker.evaluate import EvaluateDriver
+
+    return EvaluateDriver(port)
+
+
 _BY_ROLE: dict[Role, tuple[Callable[[WorkerPort], RoleDriver], ...]] = {
-    Role.PREFILL: (_prefill,),
-    Role.DECODE: (_decode,),
-    Role.AGGREGATED: (_prefill, _decode),
+    Role.PREFILL: (_prefill, _evaluate),
+    Role.DECODE: (_decode, _evaluate),
+    Role.AGGREGATED: (_prefill, _decode, _evaluate),
 }
 
 
 def load_roles(role: Role, port: WorkerPort) -> tuple[RoleDriver, ...]:
-    """The drivers of a worker's role; an aggregated worker has both."""
+    """The drivers of a worker's role; an aggregated worker has both. All evaluate."""
     return tuple(make(port) for make in _BY_ROLE[role])

@@ -13,13 +13,16 @@ from pdserve.engine.runner import ModelRunner, page_layout
 from pdserve.kvcache.allocator import Holder, HolderKind
 from pdserve.kvcache.manager import PageManager
 from pdserve.kvcache.pool import KVPool
+from pdserve.messages import EvaluateParams
 from pdserve.models.loaded import LoadedModel
 from pdserve.sched.plan import (
+    EvaluatedRows,
     SeqEvent,
     SeqFailed,
     SeqFinished,
     SeqKind,
     SeqSpec,
+    Started,
     StepPlan,
     StepResult,
     TokenSampled,
@@ -29,8 +32,8 @@ from pdserve.types import SamplingParams
 
 
 class EngineDriver:
-    """One worker's engine without the worker. tokens, logits, failed: what came out, by sequence. plans,
-    events: all of them."""
+    """One worker's engine without the worker. tokens, logits, evaluated, failed: what came out, by sequence.
+    hits: tokens from the cache, by sequence. plans, events: all of them."""
 
     def __init__(
         self,
@@ -65,6 +68,8 @@ class EngineDriver:
         self.tokens: dict[str, list[int]] = {}
         self.logits: dict[str, list[torch.Tensor]] = {}
         self.failed: dict[str, str] = {}
+        self.evaluated: dict[str, EvaluatedRows] = {}
+        self.hits: dict[str, int] = {}
         self.plans: list[StepPlan] = []
         self.events: list[SeqEvent] = []
 
@@ -81,19 +86,41 @@ class EngineDriver:
         self.logits[seq_id] = []
         self.scheduler.submit(spec)
 
+    def evaluate(self, seq_id: str, token_ids: Sequence[int], params: EvaluateParams) -> None:
+        """A sequence that nothing is generated for; what is made of it is added up in `evaluated`."""
+        spec = SeqSpec(
+            seq_id=seq_id,
+            kind=SeqKind.EVALUATE,
+            token_ids=tuple(token_ids),
+            num_prompt=len(token_ids),
+            sampling=SamplingParams(),
+            arrival=float(len(self.tokens)),
+            evaluate=params,
+        )
+        self.evaluated[seq_id] = EvaluatedRows()
+        self.scheduler.submit(spec)
+
     def step(self) -> bool:
         """One step; False when there was nothing to do."""
         plan = self.scheduler.plan()
         if plan is None:
             return False
         self.plans.append(plan)
-        self.events += self.scheduler.drain_events()
+        new = self.scheduler.drain_events()
+        self.hits |= {event.seq_id: event.hit_tokens for event in new if isinstance(event, Started)}
+        self.events += new
         self._settle(self.runner.execute(plan))
         return True
 
     def _settle(self, result: StepResult) -> None:
         for seq_id, row in self.runner.last_logits.items():
             self.logits[seq_id].append(row)
+        for seq_id, rows in result.evaluated.items():
+            before = self.evaluated[seq_id]
+            sums = zip(before.hidden_sum or (0.0,) * len(rows.hidden_sum), rows.hidden_sum, strict=True)
+            self.evaluated[seq_id] = EvaluatedRows(
+                logprobs=before.logprobs + rows.logprobs, hidden_sum=tuple(a + b for a, b in sums)
+            )
         for event in self.scheduler.finish_step(result):
             match event:
                 case TokenSampled(seq_id=seq_id, token_id=token):

@@ -1,0 +1,155 @@
+"""Evaluate calls at work: waiting for a turn, choosing a worker, calling it, once more if it is lost.
+
+What lives here: one text through one worker's model. What does not: what texts are asked for (`texts`), how
+load is counted (`inflight`), generation (`request`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from pdserve.clock import Clock
+from pdserve.errors import (
+    Cancelled,
+    DeadlineExpired,
+    Draining,
+    Overloaded,
+    PdserveError,
+    StalePeer,
+    Unavailable,
+)
+from pdserve.messages import Evaluate, Evaluated, EvaluateParams
+from pdserve.rpc.convert import evaluate_to_pb, evaluated_from_pb
+from pdserve.rpc.status import error_from_rpc
+from pdserve.types import Key, PeerRef
+from router.calls import LOST_MESSAGE
+from router.dispatch import Dispatcher
+from router.policy import choose_evaluator
+from router.roster import Roster
+
+MAX_RUNNING = 16
+"""Texts at workers at a time. One of these fills a worker's steps; more of them only hold its pages."""
+TRIES = 2
+_ELSEWHERE = (Unavailable, Overloaded, StalePeer, Cancelled)
+"""These say nothing about the text: another worker may take it. A channel that closes cancels its calls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """Tokens to evaluate for somebody. deadline_at: by the router's clock. near: an incarnation that has
+    computed what it begins with, if one has."""
+
+    token_ids: tuple[int, ...]
+    params: EvaluateParams
+    tenant: str
+    deadline_at: float
+    priority: int = 0
+    use_prefix_cache: bool = True
+    near: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a worker said of a text, and which incarnation it was."""
+
+    result: Evaluated
+    incarnation: int
+
+
+class Evaluator:
+    """All Evaluate calls of one router. Owned by the event loop."""
+
+    def __init__(
+        self, roster: Roster, dispatcher: Dispatcher, clock: Clock, *, max_waiting: int, max_tokens: int
+    ) -> None:
+        """max_waiting, max_tokens: texts that may wait for their turn, and their tokens."""
+        self._roster, self._dispatcher, self._clock = roster, dispatcher, clock
+        self._max_waiting, self._max_tokens = max_waiting, max_tokens
+        self._turns = asyncio.Semaphore(MAX_RUNNING)
+        self._waiting = self._waiting_tokens = 0
+        self._numbers = itertools.count()
+
+    async def run(self, text: Text) -> Told:
+        """Raises Overloaded, Unavailable or DeadlineExpired, or what a worker refused the text with."""
+        try:
+            async with asyncio.timeout(max(0.0, text.deadline_at - self._clock.now())):
+                async with self._turn(len(text.token_ids)):
+                    return await self._run(text)
+        except TimeoutError:
+            raise DeadlineExpired("The deadline was over before the text was computed.") from None
+
+    async def _run(self, text: Text) -> Told:
+        avoid: set[int] = set()
+        failed: PdserveError = Unavailable("No worker is ready; try again in a moment.", retry_after_s=1.0)
+        for _ in range(TRIES):
+            peer = choose_evaluator(
+                self._roster.candidates(), self._dispatcher.inflight, frozenset(avoid), near=text.near
+            )
+            if peer is None:
+                break
+            try:
+                return Told(result=await self._call(peer, text), incarnation=peer.incarnation)
+            except _ELSEWHERE as error:
+                failed = error
+                avoid.add(peer.incarnation)
+        raise Unavailable(LOST_MESSAGE, retry_after_s=1.0) if isinstance(failed, Cancelled) else failed
+
+    async def _call(self, peer: PeerRef, text: Text) -> Evaluated:
+        link = self._roster.links.get(peer.incarnation)
+        if link is None:
+            raise Unavailable(LOST_MESSAGE, retry_after_s=1.0)
+        message = Evaluate(
+            receiver_incarnation=peer.incarnation,
+            token_ids=text.token_ids,
+            tenant=text.tenant,
+            params=text.params,
+            priority=text.priority,
+            use_prefix_cache=text.use_prefix_cache,
+        )
+        with self._counted(peer, len(text.token_ids)):
+            try:
+                # The caller's own limit ends the call; the worker's is a little later.
+                left_s = max(0.0, text.deadline_at - self._clock.now()) + 1.0
+                answer = await link.evaluate.Evaluate(evaluate_to_pb(message), timeout=left_s)
+                return evaluated_from_pb(answer)
+            except grpc.RpcError as error:
+                found = error_from_rpc(error)
+                if isinstance(found, Unavailable) and not isinstance(found, Draining):
+                    self._roster.suspect(peer.worker_id, peer.incarnation)
+                raise found from None
+
+    @contextmanager
+    def _counted(self, peer: PeerRef, num_tokens: int) -> Iterator[None]:
+        """The policy sees this work as a prompt's."""
+        key = Key(request_id=f"evaluate-{next(self._numbers)}")
+        load, worker = self._dispatcher.inflight, peer.incarnation
+        load.add(key, decode=worker, prefill=worker, prefill_tokens=num_tokens, decode_tokens=num_tokens)
+        try:
+            yield
+        finally:
+            load.release_decode(key)
+            self._dispatcher.poke()
+
+    @asynccontextmanager
+    async def _turn(self, num_tokens: int) -> AsyncIterator[None]:
+        """Waits until few enough are at workers. Raises Overloaded where too many wait."""
+        tokens = self._waiting_tokens + num_tokens
+        if self._waiting >= self._max_waiting or tokens > self._max_tokens:
+            raise Overloaded("Too many texts wait to be computed: come back later.", retry_after_s=1.0)
+        self._waiting += 1
+        self._waiting_tokens += num_tokens
+        try:
+            await self._turns.acquire()
+        finally:
+            self._waiting -= 1
+            self._waiting_tokens -= num_tokens
+        try:
+            yield
+        finally:
+            self._turns.release()
