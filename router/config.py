@@ -32,6 +32,19 @@ class RouterConfig:
         maximum=65535,
     )
     metrics: bool = setting(True, help="Serve Prometheus metrics.")
+    http: bool | None = setting(
+        None, help="Serve the OpenAI-compatible HTTP API. Auto: where the extra http is installed."
+    )
+    http_port: int = setting(
+        8000, help="Port of the HTTP API, on the same host; 0: any free one.", minimum=0, maximum=65535
+    )
+    served_model_name: tuple[str, ...] = setting(
+        (), help="Names that HTTP requests may ask for beside the model's own; the first is shown."
+    )
+    max_model_len: int | None = setting(
+        None, help="Bound on prompt and completion together. Auto: the model's context.",
+        unit="tokens", minimum=2,
+    )  # fmt: skip
     insecure: bool = setting(
         False,
         help="Allow listeners and workers beyond loopback without TLS. Anyone who reaches them may use them.",

@@ -19,6 +19,8 @@ from router.wanted import Wanted, check_wanted
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_DEADLINE_S = MAX_DEADLINE_S = 600.0
+AS_MANY_AS_FIT = 2**32 - 1
+"""As max_tokens: to the end of the context, or as many as the largest pool holds."""
 MAX_STOP_TEXTS, MAX_STOP_BYTES = 16, 256
 MAX_PRIORITY = 100
 MAX_LABEL_BYTES = 128
@@ -134,7 +136,7 @@ def _max_tokens(asked: int | None, num_prompt: int, target: Target) -> int:
     wanted = min(DEFAULT_MAX_TOKENS if asked is None else asked, left)
     if target.capacity is None or num_prompt + wanted <= target.capacity:
         return wanted
-    if asked is None and num_prompt < target.capacity:
+    if asked in (None, AS_MANY_AS_FIT) and num_prompt < target.capacity:
         return target.capacity - num_prompt
     raise NeverFits(
         f"The prompt and max_tokens need {num_prompt + wanted} tokens of KV cache; the largest worker "

@@ -1,0 +1,81 @@
+"""The application: routes, what is said of paths that are none, its OpenAPI page, and limits before all of it.
+
+There is no page for browsers: those load scripts from elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from router.http.errors import HttpRefused, error_response, openai_form
+from router.http.gateway import Gateway
+from router.http.guard import Guard
+from router.http.routes import ROUTES, Route, endpoint
+
+_REF = "#/components/schemas/{model}"
+_NOT_FOUND = {404: "There is nothing at this path.", 405: "This path does not take that method."}
+
+
+def application(gateway: Gateway) -> ASGIApp:
+    """Everything behind the listener."""
+    app = FastAPI(
+        title="pdserve", version=_version(), openapi_url="/openapi.json", docs_url=None, redoc_url=None,
+        redirect_slashes=False,
+    )  # fmt: skip
+    for route in ROUTES:
+        app.add_api_route(
+            route.path,
+            endpoint(gateway, route),
+            methods=[route.method],
+            summary=route.summary,
+            response_model=None,
+            responses=_responses(route),
+            openapi_extra=_extra(route),
+        )
+    app.add_exception_handler(HTTPException, _no_route)
+    page = app.openapi
+    app.openapi = lambda: _with_bodies(page())  # type: ignore[method-assign]
+    return Guard(app)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("pdserve")
+    except PackageNotFoundError:
+        return "0"
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    refused = HttpRefused(status, _NOT_FOUND.get(status, "The request can not be served."))
+    response = error_response(refused, openai_form)
+    response.headers.update(getattr(error, "headers", None) or {})
+    return response
+
+
+def _extra(route: Route) -> dict[str, Any]:
+    if route.body is None:
+        return {}
+    schema = {"$ref": _REF.format(model=route.body.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _responses(route: Route) -> dict[int | str, dict[str, Any]]:
+    return {"4XX": {"description": "The request is refused."}, "5XX": {"description": "Try again later."}}
+
+
+def _with_bodies(page: dict[str, Any]) -> dict[str, Any]:
+    """The page with the schemas of bodies, which we read ourselves."""
+    bodies = [(route.body, "validation") for route in ROUTES if route.body is not None]
+    _, made = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]
+    page.setdefault("components", {}).setdefault("schemas", {}).update(made.get("$defs", {}))
+    return page
