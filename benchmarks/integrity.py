@@ -122,7 +122,7 @@ class Fleet:
     def __init__(self, way: str) -> None:
         secret = secrets.token_hex(32)
         command = [sys.executable, "-m", "pdserve.cli", "router", "--port", "0", "--metrics-port", "0"]
-        environ = {**os.environ, "PDSERVE_FLEET_SECRET": secret}
+        environ = {**os.environ, "PDSERVE_FLEET_SECRET": secret, "PDSERVE_ROUTER_HTTP": "false"}
         self._router = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
         assert self._router.stdout is not None
         found = re.search(r"listens on (\S+)", self._router.stdout.readline())

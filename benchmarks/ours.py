@@ -94,7 +94,7 @@ class Ours:
         started = time.perf_counter()
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [*command, "--port", str(port), "--metrics-port", str(metrics_port)],
+                [*command, "--port", str(port), "--metrics-port", str(metrics_port), "--http-port", "0"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -56,7 +56,18 @@ class Stack:
         return kept | {"PYTHONPATH": str(self._tree), "PDSERVE_FLEET_SECRET": self._secret}
 
     def _start_router(self, config: ServeConfig) -> str:
-        command = [sys.executable, "-m", "pdserve.cli", "router", "--port", "0", "--metrics-port", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "pdserve.cli",
+            "router",
+            "--port",
+            "0",
+            "--metrics-port",
+            "0",
+            "--http-port",
+            "0",
+        ]
         command += ["--kv-mixing", config.kv_mixing or STRICT]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=self._environ(), cwd=self._tree

@@ -67,7 +67,7 @@ def served(precision: str, cache: str) -> Iterator[tuple[str, float, str]]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
     began = time.perf_counter()
     process = subprocess.Popen(
-        [*command, "--port", "0", "--metrics-port", "0"],
+        [*command, "--port", "0", "--metrics-port", "0", "--http-port", "0"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ | {"XDG_CACHE_HOME": cache},
     )  # fmt: skip
     try:

@@ -9,6 +9,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 
 from pdserve import failpoints
 from pdserve.api import End, Explanation, FleetStatus, GenerateInput, ModelInfo, StreamEvent, WorkerStatus
@@ -16,6 +17,7 @@ from pdserve.clock import Clock
 from pdserve.errors import Draining, PdserveError, Unavailable, UnknownModel, UnknownRequest
 from pdserve.messages import Outcome
 from pdserve.tls import TlsSource
+from pdserve.types import ModelLimits
 from router import events as ev
 from router.caller import ANONYMOUS, Caller
 from router.calls import Tasks
@@ -114,7 +116,7 @@ class Hub:
         if self.draining:
             raise Draining("This router shuts down; send the request again.", retry_after_s=1.0)
         model = self._model()
-        target = Target(model=model.name, limits=model.limits, capacity=self.roster.capacity())
+        target = Target(model=model.name, limits=self._bounded(model.limits), capacity=self.roster.capacity())
         checked = check_fields(source, target, seed=secrets.randbits(64))
         request = check_prompt(checked, await model.encode(source), target)
         self._arrivals += 1
@@ -131,6 +133,11 @@ class Hub:
         if self.roster.model is None:
             raise Unavailable("No worker has registered yet; try again in a moment.", retry_after_s=1.0)
         return self.roster.model
+
+    def _bounded(self, limits: ModelLimits) -> ModelLimits:
+        """The model's limits, with a context no longer than we may accept."""
+        longest = self.config.max_model_len or limits.max_context
+        return replace(limits, max_context=min(limits.max_context, longest))
 
     def _enter(self, job: Job) -> None:
         self._jobs[job.request_id] = job
@@ -194,7 +201,8 @@ class Hub:
 
     def model_info(self, name: str = "") -> ModelInfo:
         """Raises UnknownModel, or Unavailable before the first worker has registered."""
-        return self.served(name).info
+        model = self.served(name)
+        return replace(model.info, limits=self._bounded(model.limits))
 
     def served(self, name: str = "") -> ServedModel:
         """The model of that name, "" for the one there is. Raises as `model_info`."""

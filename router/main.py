@@ -18,6 +18,7 @@ from router.audit import AuditLog, Entry
 from router.auth.authenticator import Authenticator
 from router.auth.clients import EdgeClients
 from router.config import RouterConfig
+from router.http.serving import http_server
 from router.hub import Hub
 from router.metrics import MetricsPort
 from router.service import CLUSTER, INFERENCE, ClusterServicer, InferenceServicer
@@ -56,6 +57,7 @@ class Router:
             ClusterServicer(self.hub.roster), self._rpc.server
         )
         self._served = [INFERENCE, *neighbours.add_to(self._rpc.server, self.hub, config.protocols)]
+        self._http = http_server(config, self.hub, tls, self.auth.check)
         self._metrics: MetricsPort | None = None
         self._ready: bool | None = None
         self._health: set[asyncio.Task[None]] = set()
@@ -70,12 +72,19 @@ class Router:
         """Port of the metrics; None if they are off."""
         return self._metrics.port if self._metrics is not None else None
 
+    @property
+    def http_url(self) -> str:
+        """Where the HTTP API is; empty if it is off."""
+        return self._http.url if self._http is not None else ""
+
     async def start(self) -> None:
         """Listens. Health says that inference is served once a request has a path. Raises ConfigError."""
         if self._config.metrics:
             self._metrics = self.hub.metrics.serve(self._config.host, self._config.metrics_port)
         try:
             await self._rpc.start(CLUSTER, *self._served)
+            if self._http is not None:
+                await self._http.start()
         except BaseException:
             await self.stop()
             raise
@@ -105,6 +114,8 @@ class Router:
         """Ends everything at once. Safe to call twice."""
         await self.hub.close()
         # Ended streams still flush their last status.
+        if self._http is not None:
+            await self._http.stop()
         await self._rpc.stop(grace_s=1.0)
         if self._metrics is not None:
             self._metrics.close()
@@ -129,7 +140,7 @@ async def serve(
     router = Router(config)
     await router.start()
     try:
-        log.info("router listens on %s", router.address)
+        log.info("router listens on %s %s", router.address, router.http_url)
         if ready_event is not None:
             ready_event.set()
         on_listening(router)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def run(config: object, parent: int, ready_fd: int) -> int:
     """Serves until SIGTERM or SIGINT, drains, returns the exit code.
 
-    parent: pid to end with, or 0. ready_fd: descriptor to tell {"address", "metrics_port"} or {"error"} on,
-    or -1. Raises PdserveError.
+    parent: pid to end with, or 0. ready_fd: descriptor to tell {"address", "metrics_port", "http_url"} or
+    {"error"} on, or -1. Raises PdserveError.
     """
     from router.main import serve
 
@@ -30,7 +30,10 @@ def run(config: object, parent: int, ready_fd: int) -> int:
 
     def listening(router: Router) -> None:
         print(f"router listens on {router.address}", flush=True)
-        _tell(ready_fd, {"address": router.address, "metrics_port": router.metrics_port})
+        if router.http_url:
+            print(f"HTTP API on {router.http_url}/v1", flush=True)
+        told = {"address": router.address, "metrics_port": router.metrics_port, "http_url": router.http_url}
+        _tell(ready_fd, told)
 
     try:
         asyncio.run(serve(settings, on_listening=listening))

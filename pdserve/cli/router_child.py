@@ -28,6 +28,7 @@ class RouterChild:
     process: subprocess.Popen[bytes]
     address: str
     metrics_port: int
+    http_url: str = ""
 
     @classmethod
     def start(cls, arguments: Sequence[str], secret: str) -> RouterChild:
@@ -60,7 +61,7 @@ class RouterChild:
         finally:
             os.close(read)
         if "address" in message:
-            return cls(process, message["address"], message["metrics_port"] or 0)
+            return cls(process, message["address"], message["metrics_port"] or 0, message["http_url"])
         process.kill()
         process.wait()
         error = message.get("error", {"label": "internal", "message": "the router ended while it started"})
@@ -91,6 +92,8 @@ def router_arguments(config: ServeConfig, file: Path | None) -> list[str]:
         "host": config.host,
         "port": config.port,
         "metrics-port": config.metrics_port,
+        "http-port": config.http_port,
+        "served-model-name": ",".join(config.served_model_name),
         "kv-mixing": config.kv_mixing,
         "local-prefill-threshold": config.local_prefill_threshold,
         "lease-s": config.lease_s,
@@ -103,6 +106,10 @@ def router_arguments(config: ServeConfig, file: Path | None) -> list[str]:
     }
     flags = [text for name, value in shared.items() for text in (f"--{name}", str(value))]
     flags.append("--insecure" if config.insecure else "--no-insecure")
+    if config.http is not None:
+        flags += ["--http", "true" if config.http else "false"]
+    if config.max_model_len is not None:
+        flags += ["--max-model-len", str(config.max_model_len)]
     return flags + (["--config", str(file)] if file else [])
 
 

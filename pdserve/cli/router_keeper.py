@@ -22,16 +22,16 @@ class RouterKeeper:
 
     def __init__(
         self,
-        start: Callable[[int | None, int | None], RouterChild],
+        start: Callable[[int | None, int | None, int | None], RouterChild],
         *,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts the first. start: takes gRPC and metrics port, None where the configuration decides. Raises
-        the router's own error."""
+        """Starts the first. start: takes the ports of gRPC, metrics and HTTP, None where the configuration
+        decides. Raises the router's own error."""
         self._start, self._say, self._clock = start, say, clock
-        self.child = start(None, None)
-        self._ports = (int(self.child.address.rpartition(":")[2]), self.child.metrics_port or None)
+        self.child = start(None, None, None)
+        self._ports = _port(self.child.address), self.child.metrics_port or None, _port(self.child.http_url)
         self._started_at = clock()
         self._failures = 0
         self._again_at: float | None = None
@@ -71,3 +71,9 @@ class RouterKeeper:
     def kill(self) -> None:
         """Ends the one that runs, at once."""
         self.child.kill()
+
+
+def _port(address: str) -> int | None:
+    """The port at an address' end."""
+    port = address.rpartition(":")[2]
+    return int(port) if port else None

@@ -77,14 +77,15 @@ def _start(
 
 
 def _start_router(
-    config: ServeConfig, file: Path | None, secret: str, ports: tuple[int | None, int | None]
+    config: ServeConfig, file: Path | None, secret: str, ports: tuple[int | None, ...]
 ) -> RouterChild:
-    """ports: for gRPC and metrics; None where the configuration decides."""
-    port, metrics_port = ports
+    """ports: for gRPC, metrics and HTTP; None where the configuration decides."""
+    port, metrics_port, http_port = ports
     config = replace(
         config,
         port=config.port if port is None else port,
         metrics_port=config.metrics_port if metrics_port is None else metrics_port,
+        http_port=config.http_port if http_port is None else http_port,
     )
     return RouterChild.start(router_arguments(config, file), secret)
 
@@ -118,10 +119,11 @@ def _ready(router: RouterChild, config: ServeConfig, phases: Phases) -> None:
     metrics = (
         f"metrics on http://{config.host}:{router.metrics_port}/metrics; " if router.metrics_port else ""
     )
+    http = f"        HTTP API (OpenAI, Anthropic) on {router.http_url}/v1\n" if router.http_url else ""
     print(
         f"ready on {router.address} after {phases.summary()}\n"
         f'  try:  pdserve generate "The capital of France is" --max-tokens 32{flag}\n'
-        f"        pdserve chat{flag}\n"
+        f"        pdserve chat{flag}\n{http}"
         f"  {metrics}Ctrl-C drains and stops",
         flush=True,
     )

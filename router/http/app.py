@@ -1,4 +1,4 @@
-"""The application: routes, what is said of paths that are none, its OpenAPI page, and limits before all of it.
+"""The application: routes, what is said of paths that are none, its OpenAPI page, limits before all of it.
 
 There is no page for browsers: those load scripts from elsewhere.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pdserve.api import Admitted, Chunk, ChoiceEnd, End, PromptInfo, StreamEvent, ToolCall, ToolCallDelta
+from pdserve.api import Admitted, ChoiceEnd, Chunk, End, PromptInfo, StreamEvent, ToolCall, ToolCallDelta
 from pdserve.errors import PdserveError
 from pdserve.types import Usage
 from router.http.answer import Reply, sse

@@ -9,11 +9,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.api import Admitted, Chunk, ChoiceEnd, End, PromptInfo, StreamEvent, ToolCall, ToolCallDelta
+from pdserve.api import Admitted, ChoiceEnd, Chunk, End, PromptInfo, StreamEvent, ToolCall, ToolCallDelta
 from pdserve.errors import PdserveError
 from pdserve.types import FinishReason, TokenLogprob, Usage
 from router.http.strict_json import dump
-
 
 _RUNNING = ChoiceEnd(choice=0, finish_reason=FinishReason.STOP)
 
@@ -51,7 +50,7 @@ class Collected:
 
     choices: dict[int, Choice] = field(default_factory=dict)
     prompt: PromptInfo | None = None
-    usage: Usage = Usage()  # noqa: RUF009 - frozen
+    usage: Usage = Usage()
 
     def add(self, event: StreamEvent) -> None:
         """Takes the next event."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pdserve.api import Admitted, Chunk, ChoiceEnd, End, PromptInfo, StreamEvent
+from pdserve.api import Admitted, ChoiceEnd, Chunk, End, PromptInfo, StreamEvent
 from pdserve.errors import PdserveError
 from pdserve.types import TokenLogprob, Usage
 from router.http.answer import Reply, sse
@@ -101,7 +101,9 @@ class _Stream:
             choice["token_ids"] = event.token_ids
         return self._send(choice)
 
-    def _logprobs(self, index: int, tokens: tuple[TokenLogprob, ...], *, first: bool = False) -> dict[str, Any]:
+    def _logprobs(
+        self, index: int, tokens: tuple[TokenLogprob, ...], *, first: bool = False
+    ) -> dict[str, Any]:
         made = of_completion(tokens, self._offsets.get(index, 0), first=first)
         self._offsets[index] = made["text_offset"][-1] + len(made["tokens"][-1])
         return made

@@ -9,22 +9,17 @@ from starlette.requests import Request
 
 from pdserve.api import ModelInfo
 from pdserve.errors import UnknownModel
-from router.caller import ANONYMOUS, Caller
+from router.caller import Caller
 from router.hub import Hub
 
 Authenticate = Callable[[Iterable[tuple[str, str]], str], Caller]
 """Who sent these headers, from this address. Raises Unauthenticated, or Overloaded for guesses."""
 
 
-def anyone(headers: Iterable[tuple[str, str]], peer: str) -> Caller:
-    """Where no authentication is configured."""
-    return ANONYMOUS
-
-
 class Gateway:
     """One router as its HTTP routes see it."""
 
-    def __init__(self, hub: Hub, aliases: tuple[str, ...] = (), authenticate: Authenticate = anyone) -> None:
+    def __init__(self, hub: Hub, aliases: tuple[str, ...], authenticate: Authenticate) -> None:
         """aliases: names that requests may ask for beside the model's own; the first is the usual one."""
         self.hub = hub
         self.started_s = int(time.time())
@@ -46,7 +41,9 @@ class Gateway:
         """The name to answer with: the one asked for. Raises UnknownModel."""
         names = self.names()
         if asked and asked not in names:
-            raise UnknownModel("model: this server does not serve that model; GET /v1/models lists what it does.")
+            raise UnknownModel(
+                "model: this server does not serve that model; GET /v1/models lists what it does."
+            )
         return asked or names[0]
 
     def label(self, request: Request, user: str | None = None) -> str:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from pdserve.api import ChoiceEnd, End, GenerateInput, StreamEvent
+from pdserve.api import GenerateInput, StreamEvent
 from router.caller import Caller
 from router.hub import Hub
 
@@ -20,22 +20,8 @@ _AHEAD = 16
 """Events that may wait for a slow reader; then the runs wait, and what comes meanwhile is joined there."""
 
 
-async def run(
-    hub: Hub, inputs: Sequence[GenerateInput], caller: Caller
-) -> AsyncGenerator[Numbered, None]:
-    """All events; each choice has its ChoiceEnd. Closing cancels all runs. Raises the first PdserveError of
-    any, which ends all."""
-    ended: set[int] = set()
-    async with aclosing(_run(hub, inputs, caller)) as events:
-        async for prompt, event in events:
-            if isinstance(event, ChoiceEnd):
-                ended.add(prompt)
-            elif isinstance(event, End) and prompt not in ended:
-                yield prompt, ChoiceEnd(choice=0, finish_reason=event.finish_reason)
-            yield prompt, event
-
-
-async def _run(hub: Hub, inputs: Sequence[GenerateInput], caller: Caller) -> AsyncGenerator[Numbered, None]:
+async def run(hub: Hub, inputs: Sequence[GenerateInput], caller: Caller) -> AsyncGenerator[Numbered, None]:
+    """All events. Closing cancels all runs. Raises the first PdserveError of any, which ends all."""
     if len(inputs) == 1:
         async with aclosing(hub.generate(inputs[0], None, caller)) as events:  # type: ignore[type-var]
             async for event in events:

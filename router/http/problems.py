@@ -1,4 +1,4 @@
-"""What is wrong with a body, as one sentence that names the field: from pydantic's errors to InvalidRequest."""
+"""What is wrong with a body, as one sentence that names the field: pydantic's errors to InvalidRequest."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ from pydantic import ValidationError
 from pdserve.errors import InvalidRequest, UnsupportedFeature
 
 _MAX_NAME = 64
-_WORDS = {
-    "missing": "is required.",
-    "union_tag_not_found": "has no type.",
-    "union_tag_invalid": "has a type that is not supported; only text goes in and out.",
-}
-_NAMES_INPUT = frozenset({"missing", "union_tag_not_found"})
+_WORDS = {"missing": "is required.", "none_required": "is not supported; leave it out."}
+_TAGS = frozenset({"union_tag_invalid", "union_tag_not_found"})
 
 
 def problem(error: ValidationError, value: Any) -> InvalidRequest:
@@ -26,6 +22,13 @@ def problem(error: ValidationError, value: Any) -> InvalidRequest:
     name = _name(place)
     if one["type"] == "extra_forbidden":
         return UnsupportedFeature.field(name, "is not supported; leave it out.")
+    if one["type"] in _TAGS:
+        told = one["ctx"]
+        name = f"{name}.{told['discriminator'].strip(chr(39))}"
+        return InvalidRequest.field(name, f"must be one of {told.get('expected_tags', 'the known ones')}.")
+    if one["type"] == "literal_error":
+        expected = one["ctx"]["expected"]
+        return UnsupportedFeature.field(name, f"can only be {expected}; nothing else is supported.")
     return InvalidRequest.field(name, _WORDS.get(one["type"]) or _sentence(one["msg"]))
 
 
@@ -36,14 +39,12 @@ def _sentence(message: str) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
-def _place(loc: Sequence[int | str], value: Any, kind: str) -> list[int | str]:
+def _place(loc: Sequence[Any], value: Any, kind: str) -> list[int | str]:
     """The parts of a location that lie in the value; the others name a union's alternatives."""
     place: list[int | str] = []
     for part in loc:
-        if isinstance(value, dict) and part in value:
-            place.append(part)
-            value = value[part]
-        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+        inside = isinstance(value, dict) and part in value
+        if inside or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
             place.append(part)
             value = value[part]
     if kind == "missing" and loc and not (place and place[-1] == loc[-1]):

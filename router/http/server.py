@@ -137,7 +137,7 @@ def _context(tls: TlsSource) -> ssl.SSLContext:
     def newest(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         connection.context = tls.current().server
 
-    first.sni_callback = newest  # type: ignore[assignment]
+    first.sni_callback = newest
     return first
 
 
@@ -155,6 +155,6 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError:
         listener.close()
         raise ConfigError(
-            f"http_port: port {port} can not be listened on; is it in use? Choose another, or --no-http."
+            f"http_port: port {port} can not be listened on; is it in use? Choose another, or --http false."
         ) from None
     return listener

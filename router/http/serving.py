@@ -21,7 +21,7 @@ _PACKAGES = ("fastapi", "uvicorn")
 
 
 def http_server(
-    config: RouterConfig, hub: Hub, tls: TlsSource | None, authenticate: Authenticate | None = None
+    config: RouterConfig, hub: Hub, tls: TlsSource | None, authenticate: Authenticate
 ) -> HttpServer | None:
     """The server to start; None where HTTP is off. Raises ConfigError if it is on and can not be."""
     installed = all(find_spec(name) is not None for name in _PACKAGES)
@@ -30,10 +30,10 @@ def http_server(
     if not installed:
         raise ConfigError("http: needs more packages: pip install 'pdserve[http]'")
     from router.http.app import application
-    from router.http.gateway import Gateway, anyone
+    from router.http.gateway import Gateway
     from router.http.server import HttpServer
 
-    gateway = Gateway(hub, config.served_model_name, authenticate or anyone)
+    gateway = Gateway(hub, config.served_model_name, authenticate)
     return HttpServer(
         application(gateway), host=config.host, port=config.http_port, insecure=config.insecure, tls=tls
     )

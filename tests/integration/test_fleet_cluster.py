@@ -77,7 +77,7 @@ def test_a_real_model_is_served_by_workers_on_different_raylets(two_raylets: str
     flags: dict[str, object] = {"dtype": "float32", "deterministic": True, "kv_memory": 256 * 2**20}
     serve = resolve(ServeConfig, flags=flags).config.resolved()
     run_dir = tempfile.mkdtemp(prefix="pdserve-", dir="/tmp")
-    router = RouterChild.start(["--port", "0", "--metrics-port", "0"], secret)
+    router = RouterChild.start(["--port", "0", "--metrics-port", "0", "--http-port", "0"], secret)
     try:
         templates = {
             role: serve.worker(role, secret=secret, routers=(router.address,), run_dir=run_dir)

@@ -47,7 +47,7 @@ def up(model: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A running `pdserve up` and its address; nothing of it is left afterwards."""
     process = subprocess.Popen(
         [
-            sys.executable, "-m", "pdserve.cli", "up", "--port", "0", "--metrics-port", "0",
+            sys.executable, "-m", "pdserve.cli", "up", "--port=0", "--metrics-port=0", "--http-port=0",
             "--model", str(model), "--dtype", "float32", "--deterministic", "--kv-memory", "32MiB",
             "--prefill-chunk-tokens", "64", *flags,
         ],

@@ -119,7 +119,7 @@ def test_loopback_needs_no_flag(host: str) -> None:
 async def test_a_port_in_use_is_said_so() -> None:
     async with fleet() as running:
         port = int(running.router.address.rpartition(":")[2])
-        second = Router(RouterConfig(port=port, metrics=False, fleet_secret=SECRET.hex()))
+        second = Router(RouterConfig(port=port, metrics=False, http=False, fleet_secret=SECRET.hex()))
         with pytest.raises(ConfigError, match=str(port)):
             await second.start()
 
@@ -315,7 +315,7 @@ async def test_a_worker_beyond_loopback_needs_the_flag_too() -> None:
 
 async def test_serve_runs_until_a_signal_and_drains() -> None:
     ready = asyncio.Event()
-    config = RouterConfig(port=0, metrics_port=0, fleet_secret=SECRET.hex())
+    config = RouterConfig(port=0, metrics_port=0, http_port=0, fleet_secret=SECRET.hex())
     task = asyncio.ensure_future(serve(config, ready))
     async with asyncio.timeout(10):
         await ready.wait()

@@ -51,7 +51,19 @@ class Up:
 def start(*arguments: str) -> subprocess.Popen[str]:
     environ = {n: v for n, v in os.environ.items() if not n.startswith(("PDSERVE_", "RAY_"))}
     return subprocess.Popen(
-        [sys.executable, "-m", "pdserve.cli", "up", "--port", "0", "--metrics-port", "0", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "pdserve.cli",
+            "up",
+            "--port",
+            "0",
+            "--metrics-port",
+            "0",
+            "--http-port",
+            "0",
+            *arguments,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

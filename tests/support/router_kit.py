@@ -350,8 +350,11 @@ async def fleet(*workers: FakeWorker, clock: Clock | None = None, **config: Any)
         "suspect_after_s": 600.0,
         "heartbeat_timeout_s": 600.0,
         "metrics": False,
+        "http": False,
     } | config
-    router = Router(RouterConfig(port=0, metrics_port=0, fleet_secret=SECRET.hex(), **values), clock)
+    router = Router(
+        RouterConfig(port=0, metrics_port=0, http_port=0, fleet_secret=SECRET.hex(), **values), clock
+    )
     await router.start()
     client = AsyncClient(router.address, retry=None)  # a test sees what the router says
     try:

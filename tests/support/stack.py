@@ -64,6 +64,7 @@ class Stack:
         tls = certs.settings() if certs else {}
         flags = [text for name, path in tls.items() for text in ("--" + name.replace("_", "-"), path)]
         flags += router_flags
+        flags += [] if "--http-port" in router_flags else ["--http", "false"]
         secret = secrets.token_hex(32)
         more = environ or {}
         router_environ = {**os.environ, **more.get("", {}), **more.get("router", {})}

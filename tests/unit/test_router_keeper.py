@@ -25,7 +25,7 @@ class Starts:
         self.at: list[float] = []
         self.process = subprocess.Popen([sys.executable, "-c", ""])
 
-    def __call__(self, port: int | None, metrics_port: int | None) -> RouterChild:
+    def __call__(self, *ports: int | None) -> RouterChild:
         self.at.append(self.now)
         if len(self.at) == 1:
             return RouterChild(self.process, "127.0.0.1:50051", 0)

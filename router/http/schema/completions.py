@@ -17,7 +17,9 @@ MAX_PROMPTS = 64
 class CompletionBody(SamplingBody):
     """One prompt or several, as texts or token ids."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(description="Text, texts, ids, or lists of.")
+    prompt: str | list[int] | list[str] | list[list[int]] = Field(
+        description="Text, texts, ids, or lists of."
+    )
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -30,7 +32,7 @@ class CompletionBody(SamplingBody):
         if isinstance(given, str):
             return [given]
         if given and isinstance(given[0], int):
-            return [tuple(given)]  # type: ignore[arg-type]
+            return [tuple(given)]
         if not 1 <= len(given) <= MAX_PROMPTS:
             raise InvalidRequest.field("prompt", f"must hold 1 to {MAX_PROMPTS} prompts.")
         return [one if isinstance(one, str) else tuple(one) for one in given]  # type: ignore[arg-type]
