@@ -1,7 +1,7 @@
 """One client's request as runs: a single one, or several that share the prompt's pages and become one stream.
 
 What lives here: which runs a request has and how their events are merged; n choices and best_of. What does
-not: one run (`request`), beam search (`beam`, `beam_stream`), who asked and what is remembered (`hub`).
+not: one run (`request`), beam search (`beam`, `beam_stream`), a request's bookkeeping (`job`).
 
 Choice 0 goes the usual way. When its first token has come, its decode worker has the prompt's pages: the
 other choices are computed there, and find those pages in its prefix cache. A choice that can not be taken
@@ -11,7 +11,7 @@ there goes the usual way, too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -99,7 +99,7 @@ def _choice(request: ValidRequest, number: int) -> ValidRequest:
     return replace(request, sampling=replace(request.sampling, seed=seed))
 
 
-def summed(ends: list[End]) -> End:
+def summed(ends: Sequence[End]) -> End:
     """The one end of several runs, of which the first computed the prompt."""
     first = ends[0]
     usage = replace(first.usage, completion_tokens=sum(end.usage.completion_tokens for end in ends))

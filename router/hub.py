@@ -12,13 +12,25 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 
 from pdserve import failpoints
-from pdserve.api import End, Explanation, FleetStatus, GenerateInput, ModelInfo, StreamEvent, WorkerStatus
+from pdserve.api import (
+    Admitted,
+    End,
+    Explanation,
+    FleetStatus,
+    GenerateInput,
+    ModelInfo,
+    PromptInfo,
+    StreamEvent,
+    WorkerStatus,
+)
 from pdserve.clock import Clock
 from pdserve.errors import Draining, PdserveError, Unavailable, UnknownModel, UnknownRequest
 from pdserve.messages import Outcome
 from pdserve.tls import TlsSource
 from pdserve.types import ModelLimits
 from router import events as ev
+from router.bad_words import spelled
+from router.beam_stream import beams
 from router.caller import ANONYMOUS, Caller
 from router.calls import Tasks
 from router.choices import best_of, several, single
@@ -32,7 +44,7 @@ from router.model import ServedModel
 from router.request import Services, Shared
 from router.roster import Roster
 from router.tickets import TicketMint
-from router.validate import Target, check_fields, check_prompt
+from router.validate import Target, check_fields, check_prompt, with_bad_words
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +113,8 @@ class Hub:
                 async for event in events:
                     outcome = event.finish_reason if isinstance(event, End) else outcome
                     yield event
+                    if source.echo and isinstance(event, Admitted):
+                        yield await _prompt_info(job, source)
         except PdserveError as error:
             outcome, failed = error.label, error
             raise
@@ -118,6 +132,8 @@ class Hub:
         model = self._model()
         target = Target(model=model.name, limits=self._bounded(model.limits), capacity=self.roster.capacity())
         checked = check_fields(source, target, seed=secrets.randbits(64))
+        if source.bad_words:
+            checked = with_bad_words(checked, await spelled(model, source.bad_words))
         request = check_prompt(checked, await model.encode(source), target)
         self._arrivals += 1
         limit_s = min(request.deadline_s, math.inf if time_left_s is None else time_left_s)
@@ -287,9 +303,19 @@ class Hub:
         await self.roster.close()
 
 
+async def _prompt_info(job: Job, source: GenerateInput) -> PromptInfo:
+    """The prompt: as it was given, or as its tokens are written."""
+    token_ids, text = job.request.token_ids, source.prompt or ""
+    if source.prompt is None and not source.no_text:
+        text = await job.model.decode(token_ids)
+    return PromptInfo(token_ids=token_ids, text="" if source.no_text else text)
+
+
 def _answer(job: Job) -> AsyncIterator[StreamEvent]:
     """The events of a request, by what it asks for."""
     wanted = job.request.wanted
+    if wanted.beam_width:
+        return beams(job)
     if wanted.best_of > wanted.n:
         return best_of(job)
     return several(job, job.request, wanted.n) if wanted.n > 1 else single(job)

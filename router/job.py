@@ -16,7 +16,7 @@ from pdserve.rpc.status import error_from_label
 from pdserve.types import PeerRef
 from router import events as ev
 from router.explain import Explained
-from router.model import ServedModel, TextStream
+from router.model import ServedModel
 from router.output import Output
 from router.request import RequestRun, Services, Shared
 from router.request_state import Phase
@@ -39,7 +39,8 @@ class Job:
     ) -> None:
         self.request_id = secrets.token_hex(16)
         self.tenant = shared.tenant
-        self._services, self._model, self._watched, self._shared = services, model, watched, shared
+        self.model = model
+        self._services, self._watched, self._shared = services, watched, shared
         if request.wanted.num_runs > 1 and not request.use_prefix_cache:
             # Its runs share pages through the cache all the same, under a salt that nobody else has.
             self._shared = replace(shared, cache_salt=self.request_id)
@@ -61,8 +62,7 @@ class Job:
         number, self._num_runs = self._num_runs, self._num_runs + 1
         run = RequestRun(
             self._services, f"{self.request_id}-{number}" if number else self.request_id, request,
-            Output(request, self._text(request), self._model.token_bytes, choice=choice), self._shared,
-            part=number > 0, pinned=pinned,
+            self.output(request, choice), self._shared, part=number > 0, pinned=pinned,
         )  # fmt: skip
         if not number:
             self._first = run
@@ -71,10 +71,11 @@ class Job:
         self._live[run.request_id] = self._watched.runs[run.request_id] = run
         return run
 
-    def _text(self, request: ValidRequest) -> TextStream | None:
-        if not request.want_text and not request.stop:
-            return None
-        return self._model.text(request.stop, request.sampling.min_tokens)
+    def output(self, request: ValidRequest, choice: int) -> Output:
+        """An empty choice."""
+        watch = request.want_text or request.stop
+        text = self.model.text(request.stop, request.sampling.min_tokens) if watch else None
+        return Output(request, text, self.model.spelled, choice=choice)
 
     async def stream(self, run: RequestRun) -> AsyncIterator[StreamEvent]:
         """A run's events; closing it cancels the run. Raises what it ends in."""
@@ -97,9 +98,9 @@ class Job:
         """Where it is now: its first choice, and whether others go on."""
         assert self._first is not None
         found = replace(self._first.explain(await self._first.ask_workers()), choice_ids=self._choice_ids)
-        if found.state != Phase.DONE or not self._live:
+        if found.state != Phase.DONE or self._num_runs == 1:
             return found
-        waits = f"{len(self._live)} more of its choices"
+        waits = f"{len(self._live)} more of its runs"
         return replace(found, state=str(Phase.RUNNING), outcome="", waiting_for=waits)
 
     def ended(self, failed: PdserveError | None) -> Explanation:

@@ -6,7 +6,6 @@ Not here: when tokens come (`lifecycle`), where they go (`request`, `choices`), 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from pdserve.api import ChoiceEnd, Chunk
 from pdserve.chat.parts import Part, joined
@@ -14,17 +13,18 @@ from pdserve.types import FinishReason, TokenLogprob
 from router.model import TextStream
 from router.validate import ValidRequest
 
-TokenBytes = Callable[[int], bytes]
+Spell = Callable[[TokenLogprob], TokenLogprob]
+"""Adds the bytes of tokens to a log-probability and its alternatives."""
 
 
 class Output:
     """One choice of one request. Every token goes in once and in order."""
 
     def __init__(
-        self, request: ValidRequest, text: TextStream | None, token_bytes: TokenBytes, *, choice: int = 0
+        self, request: ValidRequest, text: TextStream | None, spell: Spell, *, choice: int = 0
     ) -> None:
         """text: None where neither text is wanted nor a stop text can come."""
-        self._text, self._token_bytes, self._choice = text, token_bytes, choice
+        self._text, self._spell, self._choice = text, spell, choice
         self._want_text, self._stop_ids = request.want_text, request.stop_ids
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
@@ -48,7 +48,7 @@ class Output:
         self._ids.append(token_id)
         self._num_tokens, self._last_id = self._num_tokens + 1, token_id
         if logprob is not None:
-            self._logprobs.append(self._spelled(logprob))
+            self._logprobs.append(self._spell(logprob))
             self._sum = (self._sum or 0.0) + logprob.logprob
         if self._text is not None:
             self._give(self._text.push(token_id))
@@ -82,7 +82,3 @@ class Output:
     def _give(self, part: Part) -> None:
         if self._want_text and part:
             self._parts.append(part)
-
-    def _spelled(self, logprob: TokenLogprob) -> TokenLogprob:
-        top = tuple(replace(other, token=self._token_bytes(other.token_id)) for other in logprob.top)
-        return replace(logprob, token=self._token_bytes(logprob.token_id), top=top)

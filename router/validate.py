@@ -26,10 +26,7 @@ MAX_PRIORITY = 100
 MAX_LABEL_BYTES = 128
 MAX_MESSAGES = 1024
 ROLES = ("system", "user", "assistant")
-_NOT_YET = (
-    "bad_words", "beam_width", "length_penalty", "echo", "prompt_logprobs", "tools", "tool_choice",
-    "thinking",
-)  # fmt: skip
+_NOT_YET = ("prompt_logprobs", "tools", "tool_choice", "thinking")
 _SAMPLING_NOT_YET = ("grammar",)
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -85,7 +82,7 @@ def check_fields(source: GenerateInput, target: Target, *, seed: int) -> Checked
         source=source,
         sampling=sampling_params(source.sampling, target.limits, seed),
         max_tokens=source.sampling.max_tokens,
-        wanted=check_wanted(source),
+        wanted=check_wanted(source, target.limits),
         deadline_s=check_deadline(source.deadline_s),
     )
 
@@ -93,6 +90,12 @@ def check_fields(source: GenerateInput, target: Target, *, seed: int) -> Checked
 def check_deadline(deadline_s: float) -> float:
     """Seconds that a request may take, the default for 0. Raises InvalidRequest."""
     return number("deadline_s", deadline_s, 0.0, MAX_DEADLINE_S) or DEFAULT_DEADLINE_S
+
+
+def with_bad_words(checked: Checked, words: tuple[tuple[int, ...], ...]) -> Checked:
+    """The same, with what its bad texts are spelled by."""
+    sampling = checked.sampling
+    return replace(checked, sampling=replace(sampling, bad_words=sampling.bad_words + words))
 
 
 def check_prompt(checked: Checked, token_ids: tuple[int, ...], target: Target) -> ValidRequest:

@@ -243,7 +243,7 @@ async def test_a_choice_that_goes_on_is_told_when_the_first_has_ended() -> None:
         async with asyncio.timeout(10):
             while True:
                 found = await running.client.explain(stream.request_id)
-                if found.waiting_for == "1 more of its choices":
+                if found.waiting_for == "1 more of its runs":
                     break
         assert (found.state, found.outcome) == ("running", "")
         decode.gate.set()
@@ -257,3 +257,29 @@ async def test_more_choices_than_are_allowed_are_refused_by_name() -> None:
             name = "best_of" if "best_of" in options else "n"
             with pytest.raises(InvalidRequest, match=f"^{name}"):
                 await running.client.generate(token_ids=PROMPT, **options).result()  # type: ignore[arg-type]
+
+
+async def test_an_echo_comes_before_the_first_token() -> None:
+    decode, prefill = pair()
+    async with fleet(decode, prefill) as running:
+        result = await running.client.generate("hé?", max_tokens=2, echo=True, n=2).result()
+        assert result.prompt is not None
+        assert (result.prompt.text, result.prompt.token_ids) == ("hé?", tuple("hé?".encode()))
+        chat = await running.client.generate(
+            messages=[{"role": "user", "content": "x"}], max_tokens=2, echo=True
+        ).result()
+        assert chat.prompt is not None
+        assert chat.prompt.text == "user: x\n"
+        bare = await running.client.generate("x", max_tokens=2, echo=True, no_text=True).result()
+        assert bare.prompt is not None
+        assert (bare.prompt.text, bare.prompt.token_ids) == ("", (120,))
+
+
+async def test_bad_words_go_out_with_and_without_a_space_before_them() -> None:
+    decode, prefill = pair()
+    async with fleet(decode, prefill) as running:
+        await running.client.generate("x", max_tokens=2, bad_words=["ab", [7, 8]]).result()
+        for words in (["a"] * 65, [""], ["é" * 129], ["seventeen letters"]):
+            with pytest.raises(InvalidRequest, match=r"^bad_words"):
+                await running.client.generate("x", bad_words=words).result()
+    assert decode.reserves[0].sampling.bad_words == ((7, 8), (97, 98))

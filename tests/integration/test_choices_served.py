@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -173,3 +174,38 @@ def test_best_of_gives_the_likeliest_of_its_choices(stack: Stack) -> None:
     for choice in result.choices:
         total = choice.cumulative_logprob
         assert total == pytest.approx(12 * means[choice.token_ids], abs=1e-4)
+
+
+def made_by(stack: Stack) -> dict[str, int]:
+    """How many tries each decode worker has ended, of those it still remembers."""
+    return {name: state_of(stack, name).tombstones for name in ("decode-0", "decode-1")}
+
+
+def test_beams_go_on_elsewhere_when_their_worker_dies(stack: Stack) -> None:
+    tokens = prompt(70, 120)
+    options: Any = {"token_ids": tokens, "beam_width": 4, "n": 4, "max_tokens": 40, "no_text": True}
+    with stack.client() as client, ThreadPoolExecutor(1) as pool:
+        wanted = client.generate(**options).result()
+        before = made_by(stack)
+        running = pool.submit(client.generate(**options).result)
+        while not (busy := [name for name, num in made_by(stack).items() if num > before[name] + 20]):
+            assert not running.done(), "the search ended before it was seen"
+        stack.kill(busy[0])
+        result = running.result()
+    assert [c.token_ids for c in result.choices] == [c.token_ids for c in wanted.choices]
+    assert result.epochs > 1
+    stack.launch(busy[0], Role.DECODE)
+    stack.wait_started(busy[0])
+    stack.until(lambda status: len(usable(status)) == 3)
+
+
+def test_a_beam_search_that_is_cancelled_frees_all_pages(stack: Stack) -> None:
+    with stack.client() as client:
+        before = made_by(stack)
+        stream = client.generate(token_ids=prompt(80, 120), beam_width=8, max_tokens=800)
+        while not any(num > before[name] + 20 for name, num in made_by(stack).items()):
+            pass
+        stream.cancel()
+        with pytest.raises(Cancelled):
+            stream.result()
+    stack.until(lambda status: status.running == 0)

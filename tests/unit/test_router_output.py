@@ -22,7 +22,7 @@ def output(*, stop: tuple[str, ...] = (), min_tokens: int = 0, choice: int = 0, 
     target = Target(model="bytes", limits=limits)
     given = GenerateInput(prompt="x", stop=stop, sampling=SamplingInput(stop_token_ids=(90,)), **source)
     request = check_prompt(check_fields(given, target, seed=1), (120,), target)
-    return Output(request, MODEL.text(stop, min_tokens), MODEL.token_bytes, choice=choice)
+    return Output(request, MODEL.text(stop, min_tokens), MODEL.spelled, choice=choice)
 
 
 def pushed(out: Output, data: bytes) -> Chunk:
