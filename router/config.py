@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from kvtransfer.ticket import MIN_SECRET_BYTES
+from pdserve.chat.formats import FORMATS
 from pdserve.config.fields import setting
 from pdserve.config.precision import KV_MIXING
 from pdserve.config.tls import tls_files
@@ -105,6 +106,12 @@ class RouterConfig:
     )
     kv_mixing: str = setting(
         "strict", help="Whether pages computed by other numerics may be used.", choices=KV_MIXING
+    )
+    tool_format: str = setting(
+        "auto",
+        help="How the model writes tool calls. auto: as its chat template says; none: tools are refused; "
+        "hermes: also for templates without tools, which are told of them in the system message.",
+        choices=("auto", "none", *FORMATS),
     )
     local_prefill_threshold: int = setting(
         0, help="A prompt with fewer tokens than this is prefilled on the decode worker; 0: never.",

@@ -134,7 +134,8 @@ class Hub:
         checked = check_fields(source, target, seed=secrets.randbits(64))
         if source.bad_words:
             checked = with_bad_words(checked, await spelled(model, source.bad_words))
-        request = check_prompt(checked, await model.encode(source), target)
+        prompt = await model.prompt(source)
+        request = check_prompt(checked, prompt.ids, target, prompt.chat)
         self._arrivals += 1
         limit_s = min(request.deadline_s, math.inf if time_left_s is None else time_left_s)
         shared = Shared(

@@ -74,7 +74,10 @@ class Job:
     def output(self, request: ValidRequest, choice: int) -> Output:
         """An empty choice."""
         watch = request.want_text or request.stop
-        text = self.model.text(request.stop, request.sampling.min_tokens) if watch else None
+        key = f"{self.request_id}-{choice}"
+        text = (
+            self.model.text(request.stop, request.sampling.min_tokens, request.chat, key) if watch else None
+        )
         return Output(request, text, self.model.spelled, choice=choice)
 
     async def stream(self, run: RequestRun) -> AsyncIterator[StreamEvent]:

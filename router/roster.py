@@ -195,7 +195,7 @@ class Roster:
 
     async def _fetch(self, link: WorkerLink) -> None:
         try:
-            self.model = await fetch_model(link, self._pool)
+            self.model = await fetch_model(link, self._pool, self._config.tool_format)
             log.info("serving model %s", self.model.name)
         except PdserveError as error:
             # The next heartbeat, of this worker or another, tries again.

@@ -11,10 +11,12 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from pdserve.api import ChatMessage, GenerateInput, SamplingInput
+from pdserve.api import GenerateInput, SamplingInput, ToolMode
+from pdserve.chat.parser import ChatPlan
 from pdserve.errors import InvalidRequest, NeverFits, PromptTooLong, UnknownModel, UnsupportedFeature
 from pdserve.types import ModelLimits, SamplingParams
 from router.sampling import number, sampling_params, whole
+from router.validate_chat import check_chat
 from router.wanted import Wanted, check_wanted
 
 DEFAULT_MAX_TOKENS = 256
@@ -24,9 +26,7 @@ AS_MANY_AS_FIT = 2**32 - 1
 MAX_STOP_TEXTS, MAX_STOP_BYTES = 16, 256
 MAX_PRIORITY = 100
 MAX_LABEL_BYTES = 128
-MAX_MESSAGES = 1024
-ROLES = ("system", "user", "assistant")
-_NOT_YET = ("prompt_logprobs", "tools", "tool_choice", "thinking")
+_NOT_YET = ("prompt_logprobs",)
 _SAMPLING_NOT_YET = ("grammar",)
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -53,7 +53,8 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidRequest:
-    """What the rest of the router sees. stop_ids: ids that end the stream, the model's own included."""
+    """What the rest of the router sees. stop_ids: ids that end the stream, the model's own included. chat:
+    how a chat's answer is read."""
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -66,6 +67,7 @@ class ValidRequest:
     trace_id: str
     want_text: bool
     wanted: Wanted
+    chat: ChatPlan | None = None
 
 
 def check_fields(source: GenerateInput, target: Target, *, seed: int) -> Checked:
@@ -98,8 +100,10 @@ def with_bad_words(checked: Checked, words: tuple[tuple[int, ...], ...]) -> Chec
     return replace(checked, sampling=replace(sampling, bad_words=sampling.bad_words + words))
 
 
-def check_prompt(checked: Checked, token_ids: tuple[int, ...], target: Target) -> ValidRequest:
-    """The prompt's ids, and how much completion fits behind them.
+def check_prompt(
+    checked: Checked, token_ids: tuple[int, ...], target: Target, chat: ChatPlan | None = None
+) -> ValidRequest:
+    """The prompt's ids, and how much completion fits behind them. chat: how a chat's answer is read.
 
     Raises InvalidRequest (empty, or an id outside the vocabulary), PromptTooLong or NeverFits.
     """
@@ -109,6 +113,8 @@ def check_prompt(checked: Checked, token_ids: tuple[int, ...], target: Target) -
     if max(token_ids) >= limits.vocab_size or min(token_ids) < 0:
         raise InvalidRequest.field("tokens", f"ids must be below the vocabulary size, {limits.vocab_size}.")
     source, sampling = checked.source, checked.sampling
+    if chat is not None and chat.grammar is not None:
+        sampling = replace(sampling, grammar=chat.grammar)
     max_tokens = _max_tokens(checked.max_tokens, len(token_ids), target)
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest.field("sampling.min_tokens", f"is more than max_tokens, which is {max_tokens}.")
@@ -125,6 +131,7 @@ def check_prompt(checked: Checked, token_ids: tuple[int, ...], target: Target) -
         trace_id=source.trace_id,
         want_text=not source.no_text,
         wanted=checked.wanted,
+        chat=chat,
     )
 
 
@@ -155,17 +162,7 @@ def _check_input(source: GenerateInput) -> None:
         raise InvalidRequest.field("prompt", "is empty; send at least one character.")
     if source.token_ids == ():
         raise InvalidRequest.field("tokens", "is empty; send at least one token.")
-    if source.messages is not None:
-        _check_messages(source.messages)
-
-
-def _check_messages(messages: tuple[ChatMessage, ...]) -> None:
-    if not messages:
-        raise InvalidRequest.field("chat.messages", "is empty; send at least one message.")
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidRequest.field("chat.messages", f"may have {MAX_MESSAGES} messages at most.")
-    if any(message.role not in ROLES for message in messages):
-        raise InvalidRequest.field("chat.messages.role", f"must be one of {', '.join(ROLES)}.")
+    check_chat(source)
 
 
 def _check_supported(source: GenerateInput) -> None:
@@ -173,6 +170,8 @@ def _check_supported(source: GenerateInput) -> None:
     plain, sampling = GenerateInput(), SamplingInput()
     asked = [name for name in _NOT_YET if getattr(source, name) != getattr(plain, name)]
     asked += [name for name in _SAMPLING_NOT_YET if getattr(source.sampling, name) != getattr(sampling, name)]
+    if source.tool_choice is not None and source.tool_choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED):
+        asked.append("tool_choice")
     if asked:
         raise UnsupportedFeature.field(asked[0], "is not supported yet; leave it out.")
 

@@ -28,11 +28,12 @@ def joined(parts: Iterable[Part]) -> Part:
     return Part(
         text="".join(part.text for part in parts),
         reasoning="".join(part.reasoning for part in parts),
-        tool_calls=_merged(delta for part in parts for delta in part.tool_calls),
+        tool_calls=merged(delta for part in parts for delta in part.tool_calls),
     )
 
 
-def _merged(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+def merged(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """One delta for each call, in order."""
     first: dict[int, ToolCallDelta] = {}
     more: dict[int, list[str]] = {}
     for delta in deltas:

@@ -48,18 +48,35 @@ class Tokenizer:
         text spells stay text."""
         return self._encode_plain(_checked(text), add_special_tokens=special_tokens)
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
-    ) -> list[int]:
-        """Ids of a conversation in the model's chat template; special tokens in message contents stay text.
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The model's chat template, if it has one."""
+        return self._template
 
-        messages: mappings with "role" and "content". Raises InvalidRequest for a conversation the template
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """The special tokens by their texts."""
+        return self._control.ids
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Ids of a conversation in the model's chat template; special tokens in what users wrote stay text.
+
+        messages: mappings with "role" and "content". tools: as transformers' templates take them. options:
+        further variables, none of the user's text. Raises InvalidRequest for a conversation the template
         refuses, UnsupportedFeature if the model has no template.
         """
         if self._template is None:
             raise UnsupportedFeature("The model has no chat template: send a prompt instead of messages.")
-        conversation = Conversation.checked(messages, tuple(self._control.ids))
-        variables = {**dict(self.bundle.special_tokens), "add_generation_prompt": add_generation_prompt}
+        conversation = Conversation.checked(messages, tuple(self._control.ids), tools)
+        named = dict(self.bundle.special_tokens)
+        variables = {**(options or {}), **named, "add_generation_prompt": add_generation_prompt}
         rendered = render_guarded(self._template, conversation, variables)
         _checked(rendered.text)
         if rendered.tainted is None:  # nothing the user wrote can be part of a special token

@@ -20,7 +20,8 @@ MAX_TOTAL_CHARS = 128 << 20
 """Characters of all texts made in one render."""
 MAX_NODES = 100_000
 """Values in one list or mapping, counted as often as they appear in it."""
-MAX_DEPTH = 64
+MAX_DEPTH = 80
+"""Of values: schemas of 64 levels, within the lists and mappings of tools and messages."""
 MAX_STEPS = 2_000_000
 MAX_INT_BITS = 4096
 MAX_CPU_S = 2.0

@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.meta import find_undeclared_variables
 
 from pdserve.errors import InvalidRequest, ModelError
 from pdserve.tokenizer.bundle import MAX_TEMPLATE_BYTES
@@ -56,6 +57,11 @@ class ChatTemplate:
         tree = self._environment.parse(self.source)
         return frozenset(n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str))
 
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The variables that the template reads."""
+        return frozenset(find_undeclared_variables(self._environment.parse(self.source)))
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -76,6 +82,7 @@ class ChatTemplate:
         given = {"tools": None, "documents": None, **variables, "messages": chat}
         try:
             measure(chat)
+            measure(given["tools"])
             return self._run({**given, "strftime_now": strftime_at(now or datetime.now())})
         except RenderLimit as error:
             raise InvalidRequest.field("messages", f"the chat template was ended: {error}") from None

@@ -17,7 +17,7 @@ LIMITS = ModelLimits(vocab_size=100, max_context=64, end_token_ids=(2, 3), bos_t
 TARGET = Target(model="m", limits=LIMITS)
 nan, inf = float("nan"), float("inf")
 MANY = (ChatMessage(role="user", content="x"),) * 1025
-TOOL = (ChatMessage(role="tool", content="x"),)
+ODD = (ChatMessage(role="root", content="x"),)
 
 
 def valid(source: GenerateInput, ids: tuple[int, ...] = (5, 6), target: Target = TARGET) -> ValidRequest:
@@ -39,7 +39,7 @@ BAD = [
     (ask(prompt=None, token_ids=()), "invalid_request", "tokens"),
     (ask(prompt=None, messages=()), "invalid_request", "chat.messages"),
     (ask(prompt=None, messages=MANY), "invalid_request", "chat.messages"),
-    (ask(prompt=None, messages=TOOL), "invalid_request", "chat.messages.role"),
+    (ask(prompt=None, messages=ODD), "invalid_request", "chat.messages.role"),
     (ask(model="other"), "unknown_model", None),
     (ask(n=9), "invalid_request", "n"),
     (ask(best_of=9), "invalid_request", "best_of"),
