@@ -177,17 +177,10 @@ class ServeConfig:
     metrics_port: int = setting(
         9464, help="Port of the router's Prometheus metrics; 0: any free one.", minimum=0, maximum=65535
     )
-    http: bool | None = setting(
-        None, help="Serve the OpenAI-compatible HTTP API. Auto: where the extra http is installed."
-    )
+    http: bool | None = setting(None, help="Serve the OpenAI-compatible HTTP API. Auto: if it is installed.")
     http_port: int = setting(8000, help="Port of the HTTP API; 0: any free one.", minimum=0, maximum=65535)
-    served_model_name: tuple[str, ...] = setting(
-        (), help="Names that HTTP requests may ask for beside the model's own; the first is shown."
-    )
-    max_model_len: int | None = setting(
-        None, help="Bound on prompt and completion together. Auto: the model's context.",
-        unit="tokens", minimum=2,
-    )  # fmt: skip
+    served_model_name: tuple[str, ...] = setting((), help="Names for HTTP clients beside the model's own.")
+    max_model_len: int | None = setting(None, help="Bound on prompt and completion together.", minimum=2)
     insecure: bool = setting(
         False, help="Allow listeners beyond loopback without TLS. Anyone who reaches them may use them."
     )
