@@ -157,9 +157,11 @@ def _serve(router: Any, load: Any) -> dict[str, Any]:
     import asyncio
 
     from pdserve.bench.serving import measure_serving
+    from pdserve.client import AsyncClient
 
     async def run() -> dict[str, Any]:
-        async with router.async_client() as client:
+        # What is refused is counted, not asked again.
+        async with AsyncClient(router.address, retry=None, **router.tls) as client:
             with _bar(load.requests) as advance:
                 return await measure_serving(client, load, advance)
 
