@@ -90,7 +90,7 @@ class Client:
     """Requests of random tokens to one stack."""
 
     def __init__(self, address: str) -> None:
-        self._client = AsyncClient(address)
+        self._client = AsyncClient(address, retry=None)
         self._random = random.Random(7)
 
     async def one(

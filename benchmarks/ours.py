@@ -160,7 +160,7 @@ class Ours:
 
     async def _wait(self, address: str, num_workers: int) -> int:
         """Until all workers are ready; their page size in tokens."""
-        self._client = AsyncClient(address)
+        self._client = AsyncClient(address, retry=None)
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             if self._process.poll() is not None:

@@ -10,13 +10,18 @@ gRPC is loaded with the first client, so that importing this costs nothing.
 from pdserve.api import (
     ChatMessage,
     Chunk,
+    ContinuationScore,
+    Embeddings,
     ExpertReport,
     Explanation,
     FleetStatus,
     ModelInfo,
+    Pooling,
     PromptInfo,
     RebalanceAnswer,
+    Scores,
     Timings,
+    Tokenized,
     Tool,
     ToolCall,
     ToolCallDelta,
@@ -24,21 +29,29 @@ from pdserve.api import (
     ToolMode,
     WorkerStatus,
 )
-from pdserve.client.aio import AsyncClient, AsyncStream
-from pdserve.client.blocking import Client, Stream
-from pdserve.client.connect import TlsOptions
+from pdserve.client.aio import AsyncClient
+from pdserve.client.aio_stream import AsyncStream
+from pdserve.client.blocking import Client
+from pdserve.client.connect import ClientOptions, TlsOptions
+from pdserve.client.many import Answer, Progress
 from pdserve.client.request import GenerateOptions
 from pdserve.client.result import Choice, Result
+from pdserve.client.retry import Retry
+from pdserve.client.stream import Stream
 from pdserve.messages import Outcome
 from pdserve.types import FinishReason, Grammar, GrammarKind, Ledger, TokenLogprob, Usage
 
 __all__ = [
+    "Answer",
     "AsyncClient",
     "AsyncStream",
     "ChatMessage",
     "Choice",
     "Chunk",
     "Client",
+    "ClientOptions",
+    "ContinuationScore",
+    "Embeddings",
     "ExpertReport",
     "Explanation",
     "FinishReason",
@@ -49,13 +62,18 @@ __all__ = [
     "Ledger",
     "ModelInfo",
     "Outcome",
+    "Pooling",
+    "Progress",
     "PromptInfo",
     "RebalanceAnswer",
     "Result",
+    "Retry",
+    "Scores",
     "Stream",
     "Timings",
     "TlsOptions",
     "TokenLogprob",
+    "Tokenized",
     "Tool",
     "ToolCall",
     "ToolCallDelta",

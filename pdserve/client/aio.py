@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from pdserve.api import Chunk, ExpertReport, Explanation, FleetStatus, ModelInfo, RebalanceAnswer
-from pdserve.client.chat import Message
-from pdserve.client.connect import TlsOptions, connections
+from pdserve.api import (
+    Embeddings,
+    ExpertReport,
+    Explanation,
+    FleetStatus,
+    ModelInfo,
+    Pooling,
+    RebalanceAnswer,
+    Scores,
+    Tokenized,
+)
+from pdserve.client import calls
+from pdserve.client.aio_stream import AsyncStream
+from pdserve.client.calls import Call, Text
+from pdserve.client.chat import Message, ToolLike
+from pdserve.client.connect import ClientOptions, Routers
+from pdserve.client.many import Answer, ManyPrompt, Progress, many_async
+from pdserve.client.pool import Endpoint
 from pdserve.client.request import (
     CONTROL_TIMEOUT_S,
     DEFAULT_ADDRESS,
-    GRACE_S,
+    DEFAULT_DEADLINE_S,
     PLAN_TIMEOUT_S,
     GenerateOptions,
     build,
-    to_wire,
 )
-from pdserve.client.result import Collector, Result
-from pdserve.errors import Cancelled
+from pdserve.client.sending import rpc_failure
+from pdserve.errors import Unavailable, UnknownRequest
 from pdserve.messages import Outcome
 
 if TYPE_CHECKING:
@@ -29,24 +43,29 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """A connection to one router. Dials at the first call; close it, or use `async with`.
+    """A client of one router or several. Dials at the first call; close it, or use `async with`.
 
-    Every call has a deadline. All methods raise the errors of pdserve.errors and no others.
+    Every call has a deadline, for all its tries together. All methods raise the errors of pdserve.errors and
+    no others.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, **tls: Unpack[TlsOptions]) -> None:
-        """address: host:port of the router. tls: see TlsOptions. Must be called in a running event loop.
-
-        Raises ConfigError for certificates that can not be used.
-        """
+    def __init__(
+        self, address: str | Sequence[str] = DEFAULT_ADDRESS, **options: Unpack[ClientOptions]
+    ) -> None:
+        """address: host:port of the router; of several as a list, or with commas. options: see ClientOptions.
+        Must be called in a running event loop. Raises ConfigError for certificates or a key that can not be
+        used."""
         from pdserve.rpc.channel import open_channel
         from pdserve.rpc.credentials import close_soon
 
-        self._connections = connections(tls, lambda source: open_channel(address, tls=source), close_soon)
+        self._routers = Routers(
+            address,
+            options,
+            lambda each, tls: open_channel(each, tls=tls),
+            close_soon,
+        )
 
-    @property
-    def _stub(self) -> Any:
-        return self._connections.current().stub
+    # -- generation ------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -56,66 +75,138 @@ class AsyncClient:
         token_ids: Sequence[int] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
-        """Starts one completion of a prompt, a conversation or token ids. Raises InvalidRequest at once."""
-        source = build(prompt, messages, token_ids, options)
-        return AsyncStream(self._stub.Generate(to_wire(source), timeout=source.deadline_s + GRACE_S))
+        """Starts answers to a prompt, a conversation or token ids. Raises InvalidRequest at once."""
+        return AsyncStream(self._routers, build(prompt, messages, token_ids, options))
 
-    async def abort(self, request_id: str) -> Outcome:
-        """Ends a request by the id its stream has. UNKNOWN: the router does not remember it."""
-        from pdserve.rpc.convert import outcome_from_pb
-        from pdserve.rpc.v1.inference_pb2 import AbortRequest
+    def generate_many(
+        self,
+        prompts: Iterable[ManyPrompt],
+        *,
+        concurrency: int = 16,
+        ordered: bool = True,
+        progress: Callable[[Progress], object] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncIterator[Answer]:
+        """Answers many prompts, `concurrency` at a time. One that fails does not end the others.
 
-        response = await _checked(
-            self._stub.Abort(AbortRequest(request_id=request_id), timeout=CONTROL_TIMEOUT_S)
-        )
-        return outcome_from_pb(response.outcome)
+        prompts: texts, or mappings with prompt, messages or token_ids and options of their own; read as they
+        are needed. ordered: answers come in the order of the prompts, else as they are ready. progress:
+        called after each. Leaving the iterator (`aclose`) cancels what runs. Raises InvalidRequest.
+        """
+        return many_async(self, prompts, concurrency, ordered, progress, options)
 
-    async def get_model(self, model: str = "") -> ModelInfo:
-        """The model that is served. Raises Unavailable before the first worker has registered."""
-        from pdserve.rpc.convert import model_info_from_pb
-        from pdserve.rpc.v1.inference_pb2 import GetModelRequest
+    async def abort(self, request_id: str, *, deadline_s: float = CONTROL_TIMEOUT_S) -> Outcome:
+        """Ends a request by the id its stream has. UNKNOWN: no router remembers it."""
+        outcome = Outcome.UNKNOWN
+        for router in self._routers.pool.asked_for(request_id):
+            outcome = await self._ask(calls.abort(request_id, deadline_s), router)
+            if outcome is not Outcome.UNKNOWN:
+                break
+        return outcome
 
-        request = GetModelRequest(model=model)
-        return model_info_from_pb(await _checked(self._stub.GetModel(request, timeout=CONTROL_TIMEOUT_S)))
-
-    async def get_status(self) -> FleetStatus:
-        """The router's view of its fleet."""
-        from pdserve.rpc.convert import fleet_status_from_pb
-        from pdserve.rpc.v1.inference_pb2 import GetStatusRequest
-
-        call = self._stub.GetStatus(GetStatusRequest(), timeout=CONTROL_TIMEOUT_S)
-        return fleet_status_from_pb(await _checked(call))
-
-    async def explain(self, request_id: str) -> Explanation:
+    async def explain(self, request_id: str, *, deadline_s: float = CONTROL_TIMEOUT_S) -> Explanation:
         """Where a request's time went, or what it waits for. Raises UnknownRequest."""
-        from pdserve.rpc.convert import explanation_from_pb
-        from pdserve.rpc.v1.inference_pb2 import ExplainRequest
+        *first, last = self._routers.pool.asked_for(request_id)
+        for router in first:
+            try:
+                return await self._ask(calls.explain(request_id, deadline_s), router)
+            except (UnknownRequest, Unavailable):
+                continue
+        return await self._ask(calls.explain(request_id, deadline_s), last)
 
-        call = self._stub.Explain(ExplainRequest(request_id=request_id), timeout=CONTROL_TIMEOUT_S)
-        return explanation_from_pb(await _checked(call))
+    # -- texts -----------------------------------------------------------------------------------------
 
-    async def get_experts(self, worker_id: str = "") -> tuple[ExpertReport, ...]:
+    async def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        tools: Sequence[ToolLike] = (),
+        no_special_tokens: bool = False,
+        model: str = "",
+        deadline_s: float = CONTROL_TIMEOUT_S,
+    ) -> Tokenized:
+        """Tokens of a plain prompt, or of a chat as the model's template renders it."""
+        return await self._ask(calls.tokenize(prompt, messages, tools, no_special_tokens, model, deadline_s))
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, model: str = "", deadline_s: float = CONTROL_TIMEOUT_S
+    ) -> str:
+        """The text of token ids."""
+        return await self._ask(calls.detokenize(token_ids, model, deadline_s))
+
+    async def embed(
+        self,
+        inputs: Sequence[Text],
+        *,
+        pooling: Pooling | str = Pooling.MEAN,
+        no_normalise: bool = False,
+        model: str = "",
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> Embeddings:
+        """A vector for each text (or token ids), [hidden size], of length 1 unless no_normalise."""
+        return await self._ask(calls.embed(inputs, pooling, no_normalise, model, deadline_s))
+
+    async def score(
+        self,
+        prompt: Text,
+        continuations: Sequence[Text],
+        *,
+        model: str = "",
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> Scores:
+        """How likely each continuation of the prompt is: sums of log-probabilities, and each token's."""
+        return await self._ask(calls.score(prompt, continuations, model, deadline_s))
+
+    # -- the fleet -------------------------------------------------------------------------------------
+
+    async def get_model(self, model: str = "", *, deadline_s: float = CONTROL_TIMEOUT_S) -> ModelInfo:
+        """The model that is served. Raises Unavailable before the first worker has registered."""
+        return await self._ask(calls.get_model(model, deadline_s))
+
+    async def get_status(self, *, deadline_s: float = CONTROL_TIMEOUT_S) -> FleetStatus:
+        """One router's view of its fleet."""
+        return await self._ask(calls.get_status(deadline_s))
+
+    async def get_experts(
+        self, worker_id: str = "", *, deadline_s: float = CONTROL_TIMEOUT_S
+    ) -> tuple[ExpertReport, ...]:
         """How much experts are used and where they lie, of one worker or all. Raises Unavailable."""
-        from pdserve.rpc.convert import expert_report_from_pb
-        from pdserve.rpc.v1.inference_pb2 import GetExpertsRequest
+        return await self._ask(calls.get_experts(worker_id, deadline_s))
 
-        call = self._stub.GetExperts(GetExpertsRequest(worker_id=worker_id), timeout=CONTROL_TIMEOUT_S)
-        return tuple(expert_report_from_pb(report) for report in (await _checked(call)).reports)
-
-    async def rebalance_experts(self, worker_id: str = "") -> tuple[RebalanceAnswer, ...]:
+    async def rebalance_experts(
+        self, worker_id: str = "", *, deadline_s: float = PLAN_TIMEOUT_S
+    ) -> tuple[RebalanceAnswer, ...]:
         """Has one worker or all place their experts anew; returns once they have planned. Raises
         Unavailable."""
-        from pdserve.rpc.convert import rebalance_answer_from_pb
-        from pdserve.rpc.v1.inference_pb2 import RebalanceExpertsRequest
+        return await self._ask(calls.rebalance_experts(worker_id, deadline_s))
 
-        request = RebalanceExpertsRequest(worker_id=worker_id)
-        call = self._stub.RebalanceExperts(request, timeout=PLAN_TIMEOUT_S)
-        return tuple(rebalance_answer_from_pb(answer) for answer in (await _checked(call)).answers)
+    async def _ask(self, call: Call[T], only: Endpoint | None = None) -> T:
+        import asyncio
+
+        tries = self._routers.tries(call.deadline_s, only=only, repeats=call.repeats)
+        metadata = self._routers.sent_with()
+        while True:
+            router = tries.take()
+            try:
+                method = getattr(router.stub(), call.method)
+                answer = await method(call.request, timeout=tries.left_s(), metadata=metadata)
+            except Exception as failure:
+                error, answered = rpc_failure(failure)
+                wait_s = tries.failed(error, answered=answered)
+                if wait_s is None:
+                    raise error from None
+                await asyncio.sleep(wait_s)
+            else:
+                tries.reached()
+                return call.read(answer)
+            finally:
+                self._routers.pool.done(router)
 
     async def close(self) -> None:
         """Ends all calls."""
-        for connection in self._connections.all():
-            await connection.channel.close(None)
+        for channel in self._routers.channels():
+            await channel.close(None)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -124,72 +215,3 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-
-class AsyncStream:
-    """One completion under way: iterate over its chunks, or await `result`. Leaving it unfinished cancels."""
-
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._collected = Collector()
-        self._events = self._read()
-
-    @property
-    def request_id(self) -> str | None:
-        """The id to abort it by; None until the router has admitted it."""
-        return self._collected.admitted.request_id if self._collected.admitted is not None else None
-
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return self._events
-
-    async def result(self) -> Result:
-        """Waits for the end and gives the whole answer, whatever part of it was iterated over before."""
-        async for _ in self._events:
-            pass
-        return self._collected.result()
-
-    def cancel(self) -> None:
-        """Ends the request; iterating then raises Cancelled. No effect once it has ended."""
-        self._call.cancel()
-
-    async def _read(self) -> AsyncIterator[Chunk]:
-        import asyncio
-
-        import grpc
-
-        from pdserve.rpc.convert import stream_event_from_pb
-        from pdserve.rpc.status import error_from_rpc
-
-        try:
-            async for message in self._call:
-                chunk = self._collected.take(stream_event_from_pb(message))
-                if chunk is not None:
-                    yield chunk
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise Cancelled("The request was cancelled.") from None
-        finally:
-            self._call.cancel()
-
-    async def __aenter__(self) -> AsyncStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-
-async def _checked(call: Awaitable[T]) -> T:
-    import grpc
-
-    from pdserve.rpc.status import error_from_rpc
-
-    try:
-        return await call
-    except grpc.RpcError as error:
-        raise error_from_rpc(error) from None

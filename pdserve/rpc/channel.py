@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 if TYPE_CHECKING:
-    from pdserve.tls import TlsSource
+    from pdserve.rpc.credentials import ChannelTls
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_METADATA_BYTES = 8 << 10
@@ -40,7 +40,7 @@ def channel_options(
 
 
 def open_channel(
-    address: str, *, max_receive_bytes: int = MAX_MESSAGE_BYTES, tls: TlsSource | None = None
+    address: str, *, max_receive_bytes: int = MAX_MESSAGE_BYTES, tls: ChannelTls | None = None
 ) -> grpc.aio.Channel:
     """An asyncio channel to host:port. Dials at the first call; close it with `await channel.close()`.
 
@@ -55,7 +55,7 @@ def open_channel(
 
 
 def open_blocking_channel(
-    address: str, *, max_receive_bytes: int = MAX_MESSAGE_BYTES, tls: TlsSource | None = None
+    address: str, *, max_receive_bytes: int = MAX_MESSAGE_BYTES, tls: ChannelTls | None = None
 ) -> grpc.Channel:
     """A blocking channel to host:port, for the blocking client. tls: see `open_channel`."""
     options = _options(address, max_receive_bytes, tls)
@@ -66,7 +66,7 @@ def open_blocking_channel(
     return grpc.secure_channel(address, channel_credentials(tls), options=options)
 
 
-def _options(address: str, max_receive_bytes: int, tls: TlsSource | None) -> list[tuple[str, int | str]]:
+def _options(address: str, max_receive_bytes: int, tls: ChannelTls | None) -> list[tuple[str, int | str]]:
     options: list[tuple[str, int | str]] = [
         *channel_options(
             max_receive_bytes=max_receive_bytes, connect_s=HANDSHAKE_S if tls is not None else CONNECT_S

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -18,6 +18,28 @@ from pdserve.tls import TlsSource
 from pdserve.tls.contexts import Identity
 
 C = TypeVar("C")
+
+
+class ChannelIdentity(Protocol):
+    """What a channel shows and trusts, in PEM. cert and key None: we show nothing."""
+
+    @property
+    def ca(self) -> bytes: ...
+    @property
+    def cert(self) -> bytes | None: ...
+    @property
+    def key(self) -> bytes | None: ...
+
+
+class ChannelTls(Protocol):
+    """Where a channel's identity comes from: `TlsSource`, or `Authorities` without a certificate of ours."""
+
+    def versioned(self) -> tuple[int, ChannelIdentity]:
+        """The newest, with a number that grows with each change."""
+
+    def name_of(self, host: str) -> str:
+        """What the certificate of `host` must cover."""
+
 
 RETIRED_S = 660.0
 """How long a channel with an old certificate is kept for its running calls: the longest deadline and more."""
@@ -40,9 +62,9 @@ def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(identity.key, identity.cert)], identity.ca)
 
 
-def channel_credentials(tls: TlsSource) -> grpc.ChannelCredentials:
-    """Our certificate as it is now, and the authorities we trust."""
-    identity = tls.current()
+def channel_credentials(tls: ChannelTls) -> grpc.ChannelCredentials:
+    """Our certificate as it is now, if we have one, and the authorities we trust."""
+    _, identity = tls.versioned()
     return grpc.ssl_channel_credentials(identity.ca, identity.key, identity.cert)
 
 
@@ -50,7 +72,7 @@ class Renewing(Generic[C]):
     """Something made from a channel, made anew when our certificate has changed; the old one stays a while
     for the calls that run on it. Without TLS it is made once. For one thread, or under the caller's lock."""
 
-    def __init__(self, tls: TlsSource | None, make: Callable[[], C], close: Callable[[C], object]) -> None:
+    def __init__(self, tls: ChannelTls | None, make: Callable[[], C], close: Callable[[C], object]) -> None:
         """make: a new one, with the certificate of now. close: called when no call can run on it any more."""
         self._tls, self._make, self._close = tls, make, close
         self._version = tls.versioned()[0] if tls is not None else 0

@@ -124,7 +124,7 @@ class Stack:
         process.wait()
 
     def client(self) -> Client:
-        return Client(self.address, **(self.certs.settings("client") if self.certs else {}))
+        return Client(self.address, retry=None, **(self.certs.settings("client") if self.certs else {}))
 
     def until(self, wanted: Callable[[FleetStatus], bool]) -> FleetStatus:
         """Asks the router until its status is as wanted."""

@@ -253,7 +253,7 @@ class _Streams:
     """The streams of one storm, over one connection."""
 
     def __init__(self, fleet: StormFleet, phase: Phase) -> None:
-        self._client = AsyncClient(fleet.stack.address)
+        self._client = AsyncClient(fleet.stack.address, retry=None)
         self.num_started = 0
         self._streams = []
         for _ in range(STREAMS + phase.extra):
