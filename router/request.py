@@ -117,7 +117,7 @@ class RequestRun:
             tokens=len(self._state.prompt) + len(self._state.delivered),
             queued_at=self._queued_at,
             deadline_at=self._deadline_at,
-            tried=self._state.num_tries > 0,
+            tried=self._state.num_tries > 0 or self._part,
             tenant=self.tenant,
         )
 

@@ -1,6 +1,7 @@
 """Several choices over real workers: the prompt's pages are shared, faults change no token, nothing is left.
 
-A tiny model in deterministic float32; the truth is each choice asked for alone with its own seed.
+A tiny model in deterministic float32; the truth is each choice asked for alone with its own seed. Of three
+decode workers two are killed.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ from pdserve.rpc.fleet_auth import authenticated
 from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc
 from pdserve.types import Role
 from tests.support import tiny_models
-from tests.support.stack import Stack, channel_to, usable
+from tests.support.stack import Stack, channel_to
 
 PAGE, LONG = 16, 1000
+MANY = 320
+"""Tokens that take long enough for what is done while they are made."""
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     model = tiny_models.llama(max_position_embeddings=2048)
     path = tiny_models.save(model, tmp_path_factory.mktemp("tiny"))
-    made = Stack.start({Role.PREFILL: 1, Role.DECODE: 2}, model=str(path), num_pages=700)
+    made = Stack.start({Role.PREFILL: 1, Role.DECODE: 3}, model=str(path), num_pages=700)
     yield made
     made.stop()
 
@@ -86,7 +89,7 @@ def test_eight_choices_hold_the_prompt_once_and_compute_only_its_tail(
     with stack.client() as client:
         for seed in range(20, 25):
             stream = client.generate(
-                token_ids=prompt(seed + 100 * no_prefix_cache), n=8, max_tokens=160, temperature=1.0,
+                token_ids=prompt(seed + 100 * no_prefix_cache), n=8, max_tokens=MANY, temperature=1.0,
                 seed=seed, ignore_eos=True, no_text=True, no_prefix_cache=no_prefix_cache,
             )  # fmt: skip
             started: set[int] = set()
@@ -106,7 +109,7 @@ def test_eight_choices_hold_the_prompt_once_and_compute_only_its_tail(
         others = [client.explain(name) for name in found.choice_ids]
     load = state.load
     held = load.num_pages - load.free_pages - load.evictable_pages
-    assert LONG // PAGE < held <= LONG // PAGE + 8 * (160 // PAGE + 3)
+    assert LONG // PAGE < held <= LONG // PAGE + 8 * (MANY // PAGE + 3)
     assert found.ledger.prefill_computed_tokens == LONG
     assert found.ledger.decode_computed_prompt_tokens == 0
     for other in others:
@@ -118,12 +121,12 @@ def test_eight_choices_hold_the_prompt_once_and_compute_only_its_tail(
 def test_a_decode_worker_that_dies_in_the_midst_changes_no_token(stack: Stack) -> None:
     tokens = prompt(40, 200)
     with stack.client() as client, ThreadPoolExecutor(1) as pool:
-        wanted = alone(client, tokens, 4, seed=5, max_tokens=300)
+        wanted = ask(client, tokens, n=4, seed=5, max_tokens=2 * MANY)
         streaming = threading.Event()
 
         def run() -> Result:
             stream = client.generate(
-                token_ids=tokens, n=4, seed=5, max_tokens=300, temperature=1.0, ignore_eos=True,
+                token_ids=tokens, n=4, seed=5, max_tokens=2 * MANY, temperature=1.0, ignore_eos=True,
                 no_prefix_cache=True,
             )  # fmt: skip
             started: set[int] = set()
@@ -141,11 +144,8 @@ def test_a_decode_worker_that_dies_in_the_midst_changes_no_token(stack: Stack) -
         name = client.explain(ids[0]).decode_worker
         stack.kill(name)
         result = running.result()
-    assert [c.token_ids for c in result.choices] == wanted
+    assert [c.token_ids for c in result.choices] == [c.token_ids for c in wanted.choices]
     assert result.epochs > 1
-    stack.launch(name, Role.DECODE)
-    stack.wait_started(name)
-    stack.until(lambda status: len(usable(status)) == 3)
 
 
 def test_a_cancel_in_the_midst_frees_all_pages(stack: Stack) -> None:
@@ -178,12 +178,13 @@ def test_best_of_gives_the_likeliest_of_its_choices(stack: Stack) -> None:
 
 def made_by(stack: Stack) -> dict[str, int]:
     """How many tries each decode worker has ended, of those it still remembers."""
-    return {name: state_of(stack, name).tombstones for name in ("decode-0", "decode-1")}
+    names = [name for name in stack.workers if name.startswith("decode")]
+    return {name: state_of(stack, name).tombstones for name in names}
 
 
 def test_beams_go_on_elsewhere_when_their_worker_dies(stack: Stack) -> None:
     tokens = prompt(70, 120)
-    options: Any = {"token_ids": tokens, "beam_width": 4, "n": 4, "max_tokens": 40, "no_text": True}
+    options: Any = {"token_ids": tokens, "beam_width": 4, "n": 4, "max_tokens": 100, "no_text": True}
     with stack.client() as client, ThreadPoolExecutor(1) as pool:
         wanted = client.generate(**options).result()
         before = made_by(stack)
@@ -194,9 +195,6 @@ def test_beams_go_on_elsewhere_when_their_worker_dies(stack: Stack) -> None:
         result = running.result()
     assert [c.token_ids for c in result.choices] == [c.token_ids for c in wanted.choices]
     assert result.epochs > 1
-    stack.launch(busy[0], Role.DECODE)
-    stack.wait_started(busy[0])
-    stack.until(lambda status: len(usable(status)) == 3)
 
 
 def test_a_beam_search_that_is_cancelled_frees_all_pages(stack: Stack) -> None:
