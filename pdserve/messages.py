@@ -171,7 +171,8 @@ class EvaluateParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate:
-    """R → P or D: run these tokens through the model, generate nothing. tenant: whose prefixes these are."""
+    """R → P or D: run these tokens through the model, generate nothing. tenant: whose prefixes these are.
+    cache_salt: see Reserve."""
 
     receiver_incarnation: int
     token_ids: tuple[int, ...]
@@ -179,6 +180,7 @@ class Evaluate:
     params: EvaluateParams
     priority: int = 0
     use_prefix_cache: bool = True
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from pdserve.rpc.convert import evaluate_to_pb, evaluated_from_pb
 from pdserve.rpc.status import error_from_rpc
 from pdserve.types import Key, PeerRef
 from router.calls import LOST_MESSAGE
+from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.policy import choose_evaluator
 from router.roster import Roster
@@ -42,13 +43,14 @@ _ELSEWHERE = (Unavailable, Overloaded, StalePeer, Cancelled)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """Tokens to evaluate for somebody. deadline_at: by the router's clock. near: an incarnation that has
-    computed what it begins with, if one has."""
+    """Tokens to evaluate for somebody. deadline_at: by the router's clock. cache_salt: see
+    `pdserve.messages.Reserve`. near: an incarnation that has computed what it begins with, if one has."""
 
     token_ids: tuple[int, ...]
     params: EvaluateParams
     tenant: str
     deadline_at: float
+    cache_salt: str = ""
     priority: int = 0
     use_prefix_cache: bool = True
     near: int | None = None
@@ -65,21 +67,18 @@ class Told:
 class Evaluator:
     """All Evaluate calls of one router. Owned by the event loop."""
 
-    def __init__(
-        self, roster: Roster, dispatcher: Dispatcher, clock: Clock, *, max_waiting: int, max_tokens: int
-    ) -> None:
-        """max_waiting, max_tokens: texts that may wait for their turn, and their tokens."""
+    def __init__(self, config: RouterConfig, roster: Roster, dispatcher: Dispatcher, clock: Clock) -> None:
+        """config: texts that wait are bounded as requests are, each text counts."""
         self._roster, self._dispatcher, self._clock = roster, dispatcher, clock
-        self._max_waiting, self._max_tokens = max_waiting, max_tokens
+        self._line = Line(config)
         self._turns = asyncio.Semaphore(MAX_RUNNING)
-        self._waiting = self._waiting_tokens = 0
         self._numbers = itertools.count()
 
     async def run(self, text: Text) -> Told:
         """Raises Overloaded, Unavailable or DeadlineExpired, or what a worker refused the text with."""
         try:
             async with asyncio.timeout(max(0.0, text.deadline_at - self._clock.now())):
-                async with self._turn(len(text.token_ids)):
+                async with self._turn(text):
                     return await self._run(text)
         except TimeoutError:
             raise DeadlineExpired("The deadline was over before the text was computed.") from None
@@ -109,6 +108,7 @@ class Evaluator:
             token_ids=text.token_ids,
             tenant=text.tenant,
             params=text.params,
+            cache_salt=text.cache_salt,
             priority=text.priority,
             use_prefix_cache=text.use_prefix_cache,
         )
@@ -117,7 +117,7 @@ class Evaluator:
                 # The caller's own limit ends the call; the worker's is a little later.
                 left_s = max(0.0, text.deadline_at - self._clock.now()) + 1.0
                 answer = await link.evaluate.Evaluate(evaluate_to_pb(message), timeout=left_s)
-                return evaluated_from_pb(answer)
+                return await asyncio.to_thread(evaluated_from_pb, answer)
             except grpc.RpcError as error:
                 found = error_from_rpc(error)
                 if isinstance(found, Unavailable) and not isinstance(found, Draining):
@@ -137,19 +137,44 @@ class Evaluator:
             self._dispatcher.poke()
 
     @asynccontextmanager
-    async def _turn(self, num_tokens: int) -> AsyncIterator[None]:
+    async def _turn(self, text: Text) -> AsyncIterator[None]:
         """Waits until few enough are at workers. Raises Overloaded where too many wait."""
-        tokens = self._waiting_tokens + num_tokens
-        if self._waiting >= self._max_waiting or tokens > self._max_tokens:
-            raise Overloaded("Too many texts wait to be computed: come back later.", retry_after_s=1.0)
-        self._waiting += 1
-        self._waiting_tokens += num_tokens
-        try:
+        with self._line.waiting(text.tenant, len(text.token_ids)):
             await self._turns.acquire()
-        finally:
-            self._waiting -= 1
-            self._waiting_tokens -= num_tokens
         try:
             yield
         finally:
             self._turns.release()
+
+
+class Line:
+    """How many texts wait, in all and by tenant."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._most = (config.max_queue, config.max_queue_tokens)
+        self._share = config.max_tenant_share
+        self._all: tuple[int, int] = (0, 0)
+        self._by_tenant: dict[str, tuple[int, int]] = {}
+
+    @contextmanager
+    def waiting(self, tenant: str, num_tokens: int) -> Iterator[None]:
+        """One more waits, for as long as this lasts. Raises Overloaded where it may not; a tenant's only one
+        always may while the whole has room."""
+        own = self._by_tenant.get(tenant, (0, 0))
+        share = self._share if own[0] else 1.0
+        if not self._fits(self._all, num_tokens, 1.0) or not self._fits(own, num_tokens, share):
+            raise Overloaded("Too many texts wait to be computed: come back later.", retry_after_s=1.0)
+        self._count(tenant, 1, num_tokens)
+        try:
+            yield
+        finally:
+            self._count(tenant, -1, -num_tokens)
+
+    def _fits(self, now: tuple[int, int], num_tokens: int, share: float) -> bool:
+        return now[0] + 1 <= share * self._most[0] and now[1] + num_tokens <= share * self._most[1]
+
+    def _count(self, tenant: str, texts: int, tokens: int) -> None:
+        own = self._by_tenant.pop(tenant, (0, 0))
+        self._all = (self._all[0] + texts, self._all[1] + tokens)
+        if own[0] + texts:
+            self._by_tenant[tenant] = (own[0] + texts, own[1] + tokens)

@@ -19,7 +19,6 @@ from pdserve.api import (
     FleetStatus,
     GenerateInput,
     ModelInfo,
-    PromptInfo,
     StreamEvent,
     WorkerStatus,
 )
@@ -41,6 +40,7 @@ from router.explain import MAX_EXPLAINED, Explained
 from router.job import Job, Watched
 from router.metrics import RouterMetrics
 from router.model import ServedModel
+from router.prompt import prompt_info
 from router.request import Services, Shared
 from router.roster import Roster
 from router.tickets import TicketMint
@@ -76,10 +76,7 @@ class Hub:
         )
         self._jobs: dict[str, Job] = {}
         self._watched = Watched(runs={}, explained=Explained())
-        self.evaluator = Evaluator(
-            self.roster, self._services.dispatcher, clock,
-            max_waiting=config.max_queue, max_tokens=config.max_queue_tokens,
-        )  # fmt: skip
+        self.evaluator = Evaluator(config, self.roster, self._services.dispatcher, clock)
         self._guests = 0
         self._ended: OrderedDict[str, str] = OrderedDict()  # tenant by request id
         self._arrivals = 0
@@ -113,8 +110,8 @@ class Hub:
                 async for event in events:
                     outcome = event.finish_reason if isinstance(event, End) else outcome
                     yield event
-                    if source.echo and isinstance(event, Admitted):
-                        yield await _prompt_info(job, source)
+                    if isinstance(event, Admitted) and (source.echo or source.prompt_logprobs is not None):
+                        yield await prompt_info(job, source, self.evaluator)
         except PdserveError as error:
             outcome, failed = error.label, error
             raise
@@ -130,7 +127,7 @@ class Hub:
         if self.draining:
             raise Draining("This router shuts down; send the request again.", retry_after_s=1.0)
         model = self._model()
-        target = Target(model=model.name, limits=self._bounded(model.limits), capacity=self.roster.capacity())
+        target = Target(model=model.name, limits=self.bounded(model.limits), capacity=self.roster.capacity())
         checked = check_fields(source, target, seed=secrets.randbits(64))
         if source.bad_words:
             checked = with_bad_words(checked, await spelled(model, source.bad_words))
@@ -151,7 +148,7 @@ class Hub:
             raise Unavailable("No worker has registered yet; try again in a moment.", retry_after_s=1.0)
         return self.roster.model
 
-    def _bounded(self, limits: ModelLimits) -> ModelLimits:
+    def bounded(self, limits: ModelLimits) -> ModelLimits:
         """The model's limits, with a context no longer than we may accept."""
         longest = self.config.max_model_len or limits.max_context
         return replace(limits, max_context=min(limits.max_context, longest))
@@ -219,7 +216,7 @@ class Hub:
     def model_info(self, name: str = "") -> ModelInfo:
         """Raises UnknownModel, or Unavailable before the first worker has registered."""
         model = self.served(name)
-        return replace(model.info, limits=self._bounded(model.limits))
+        return replace(model.info, limits=self.bounded(model.limits))
 
     def served(self, name: str = "") -> ServedModel:
         """The model of that name, "" for the one there is. Raises as `model_info`."""
@@ -259,7 +256,7 @@ class Hub:
 
     def _counts(self) -> tuple[int, int]:
         queued = self._services.dispatcher.num_queued
-        return queued, max(0, len(self._watched.runs) - queued)
+        return queued, max(0, len(self._watched.runs) - queued) + self._guests
 
     # -- what happens to workers -----------------------------------------------------------------------
 
@@ -302,14 +299,6 @@ class Hub:
             job.abort(_SHUT_DOWN)
         await self._tasks.cancel_all()
         await self.roster.close()
-
-
-async def _prompt_info(job: Job, source: GenerateInput) -> PromptInfo:
-    """The prompt: as it was given, or as its tokens are written."""
-    token_ids, text = job.request.token_ids, source.prompt or ""
-    if source.prompt is None and not source.no_text:
-        text = await job.model.decode(token_ids)
-    return PromptInfo(token_ids=token_ids, text="" if source.no_text else text)
 
 
 def _answer(job: Job) -> AsyncIterator[StreamEvent]:

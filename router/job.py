@@ -45,6 +45,7 @@ class Job:
             # Its runs share pages through the cache all the same, under a salt that nobody else has.
             self._shared = replace(shared, cache_salt=self.request_id)
             request = replace(request, use_prefix_cache=True)
+        self.shared = self._shared
         self.request = request
         self._first: RequestRun | None = None
         self._live: dict[str, RequestRun] = {}

@@ -30,9 +30,9 @@ from router.caller import ANONYMOUS, Caller
 from router.evaluate import Text, Told
 from router.hub import Hub
 from router.model import ServedModel
-from router.validate import Target, check_deadline, check_fields
+from router.validate import Target, check_deadline, check_fields, check_figures
 
-T = TypeVar("T")
+T = TypeVar("T", Embeddings, Scores)
 MAX_INPUTS = 64
 
 
@@ -51,7 +51,7 @@ async def tokenize(hub: Hub, source: TokenizeInput) -> Tokenized:
     else:
         ids = await model.encode_plain(source.prompt, special_tokens=not source.no_special_tokens)
     tokens = tuple(map(model.token_bytes, ids))
-    return Tokenized(ids=ids, tokens=tokens, max_context=model.limits.max_context)
+    return Tokenized(ids=ids, tokens=tokens, max_context=hub.bounded(model.limits).max_context)
 
 
 async def detokenize(hub: Hub, token_ids: Sequence[int], model_name: str = "") -> str:
@@ -99,12 +99,13 @@ async def _score(hub: Hub, source: ScoreInput, time_left_s: float | None, caller
     texts = [prompt + ids for ids in rest]
     for ids in texts:
         asker.check_length(ids, "continuations")
+    check_figures("continuations", sum(map(len, rest)))
     params = EvaluateParams(num_top=0, from_index=len(prompt))
     # The first computes the prompt's pages, which the others then find in that worker's cache.
     first = await asker.run(texts[0], params)
     near = replace(asker, near=first.incarnation)
     told = [first, *await _all([near.run(ids, params) for ids in texts[1:]])]
-    scores = [asker.score(each.result.logprobs) for each in told]
+    scores = [await asker.score(each.result.logprobs) for each in told]
     return Scores(scores=tuple(scores), usage=_usage(texts, told))
 
 
@@ -129,7 +130,7 @@ class _Asker:
         return value
 
     def check_length(self, token_ids: Sequence[int], name: str) -> None:
-        limit = self.model.limits.max_context
+        limit = self.hub.bounded(self.model.limits).max_context
         if len(token_ids) > limit:
             raise PromptTooLong.field(name, f"has {len(token_ids)} tokens; the model's context is {limit}.")
 
@@ -143,9 +144,9 @@ class _Asker:
         )
         return await self.hub.evaluator.run(text)
 
-    def score(self, logprobs: Sequence[TokenLogprob]) -> ContinuationScore:
+    async def score(self, logprobs: Sequence[TokenLogprob]) -> ContinuationScore:
         total = math.fsum(each.logprob for each in logprobs)
-        return ContinuationScore(logprob=total, tokens=tuple(map(self.model.spelled, logprobs)))
+        return ContinuationScore(logprob=total, tokens=await self.model.spelled(logprobs))
 
 
 def _asker(hub: Hub, model_name: str, deadline_s: float, time_left_s: float | None, caller: Caller) -> _Asker:
@@ -182,6 +183,8 @@ async def _request(hub: Hub, work: Coroutine[Any, Any, T]) -> T:
     try:
         with hub.guest():
             result = await work
+        hub.metrics.tokens.labels("prompt").inc(result.usage.prompt_tokens)
+        hub.metrics.tokens.labels("cached").inc(result.usage.cached_tokens)
         outcome = FinishReason.STOP
         return result
     except PdserveError as error:

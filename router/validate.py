@@ -25,8 +25,10 @@ AS_MANY_AS_FIT = 2**32 - 1
 """As max_tokens: to the end of the context, or as many as the largest pool holds."""
 MAX_STOP_TEXTS, MAX_STOP_BYTES = 16, 256
 MAX_PRIORITY = 100
+MAX_PROMPT_LOGPROBS = 20
+MAX_FIGURES = 180_000
+"""Log-probabilities in one answer: they fill most of a message of 4 MB."""
 MAX_LABEL_BYTES = 128
-_NOT_YET = ("prompt_logprobs",)
 _SAMPLING_NOT_YET = ("grammar",)
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -89,6 +91,14 @@ def check_fields(source: GenerateInput, target: Target, *, seed: int) -> Checked
     )
 
 
+def check_figures(name: str, num_figures: int) -> None:
+    """Raises InvalidRequest for more log-probabilities, alternatives included, than one message holds."""
+    if num_figures > MAX_FIGURES:
+        raise InvalidRequest.field(
+            name, f"asks for {num_figures} log-probabilities, {MAX_FIGURES} at most: send fewer tokens."
+        )
+
+
 def check_deadline(deadline_s: float) -> float:
     """Seconds that a request may take, the default for 0. Raises InvalidRequest."""
     return number("deadline_s", deadline_s, 0.0, MAX_DEADLINE_S) or DEFAULT_DEADLINE_S
@@ -115,6 +125,8 @@ def check_prompt(
     source, sampling = checked.source, checked.sampling
     if chat is not None and chat.grammar is not None:
         sampling = replace(sampling, grammar=chat.grammar)
+    if source.prompt_logprobs is not None:
+        check_figures("prompt_logprobs", len(token_ids) * (1 + source.prompt_logprobs))
     max_tokens = _max_tokens(checked.max_tokens, len(token_ids), target)
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest.field("sampling.min_tokens", f"is more than max_tokens, which is {max_tokens}.")
@@ -167,9 +179,8 @@ def _check_input(source: GenerateInput) -> None:
 
 def _check_supported(source: GenerateInput) -> None:
     """What the contract has and this version does not do is refused by name."""
-    plain, sampling = GenerateInput(), SamplingInput()
-    asked = [name for name in _NOT_YET if getattr(source, name) != getattr(plain, name)]
-    asked += [name for name in _SAMPLING_NOT_YET if getattr(source.sampling, name) != getattr(sampling, name)]
+    sampling = SamplingInput()
+    asked = [name for name in _SAMPLING_NOT_YET if getattr(source.sampling, name) != getattr(sampling, name)]
     if source.tool_choice is not None and source.tool_choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED):
         asked.append("tool_choice")
     if asked:
@@ -178,6 +189,8 @@ def _check_supported(source: GenerateInput) -> None:
 
 def _check_plain(source: GenerateInput) -> None:
     _check_supported(source)
+    if source.prompt_logprobs is not None:
+        whole("prompt_logprobs", source.prompt_logprobs, 0, MAX_PROMPT_LOGPROBS)
     if number("resume_window_s", source.resume_window_s, 0.0, math.inf) > 0:
         raise UnsupportedFeature.field("resume_window_s", "resuming is not supported yet; send 0.")
     whole("priority", source.priority, -MAX_PRIORITY, MAX_PRIORITY)

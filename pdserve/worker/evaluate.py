@@ -134,7 +134,7 @@ class EvaluateRole:
         spec = SeqSpec(
             seq_id=seq_id, kind=SeqKind.EVALUATE, token_ids=call.token_ids, num_prompt=len(call.token_ids),
             sampling=SamplingParams(), arrival=now, use_prefix_cache=call.use_prefix_cache,
-            cache_salt=cache_salt(call.tenant), priority=call.priority, evaluate=call.params,
+            cache_salt=cache_salt(call.tenant, call.cache_salt), priority=call.priority, evaluate=call.params,
         )  # fmt: skip
         self._scheduler.submit(spec)
         return []
@@ -253,7 +253,7 @@ class EvaluateDriver(evaluate_pb2_grpc.EvaluateServiceServicer):
         future = self._calls[call_id] = self._port.loop.create_future()
         try:
             self._port.feed(lambda now: self.role.evaluate(call_id, call, now))
-            return convert.evaluated_to_pb(await future)
+            return await asyncio.to_thread(convert.evaluated_to_pb, await future)
         except asyncio.CancelledError:
             self._port.feed(lambda now: self.role.cancel(call_id))
             raise

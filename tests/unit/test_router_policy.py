@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from pdserve.types import CapabilityRecord, Key, ModelLimits, PeerRef, Role, WorkerRecord
 from router.inflight import InFlight
-from router.policy import Ask, Candidate, Choice, NoChoice, PolicyConfig, choose, pairing_problems
+from router.policy import (
+    Ask,
+    Candidate,
+    Choice,
+    NoChoice,
+    PolicyConfig,
+    choose,
+    choose_evaluator,
+    pairing_problems,
+)
 
 CAPABILITY = CapabilityRecord(
     layout="l", numerics="n", model="m", tokenizer="t", dtype="float32", page_size=16, page_bytes=1,
@@ -165,6 +174,23 @@ def test_prefill_workers_get_no_more_than_their_backlog() -> None:
     assert behind.waits
     dispatch.load.release_prefill(keys[0])
     dispatch.go(10)
+
+
+def test_texts_go_to_prefill_workers_first_and_to_the_one_with_the_least_to_compute() -> None:
+    both = worker("both", Role.AGGREGATED)
+    dispatch = Dispatch(P0, P1, D0)
+    busy = dispatch.go(500)[1].prefill
+    assert busy is not None
+
+    def chosen(*workers: Candidate, avoid: frozenset[int] = frozenset(), near: int | None = None) -> str:
+        found = choose_evaluator(workers, dispatch.load, avoid, near)
+        return "" if found is None else found.worker_id
+
+    assert {busy.worker_id, chosen(D0, both, P0, P1)} == {"p0", "p1"}
+    assert chosen(D0, both, replace(P0, usable=False)) == "both"
+    assert chosen(D0, both, avoid=frozenset({both.incarnation})) == "d0"
+    assert chosen(D0, both, P0, near=D0.incarnation) == "d0"
+    assert chosen(P0, avoid=frozenset({P0.incarnation}), near=P0.incarnation) == ""
 
 
 def test_releasing_twice_or_unknown_keys_changes_nothing() -> None:

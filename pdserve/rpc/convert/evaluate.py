@@ -23,6 +23,7 @@ def evaluate_to_pb(value: Evaluate) -> pb.EvaluateRequest:
         pooling=pooling_to_pb(params.pooling) if params.pooling else pb_api.POOLING_UNSPECIFIED,
         priority=value.priority,
         no_prefix_cache=not value.use_prefix_cache,
+        cache_salt=value.cache_salt,
     )
 
 
@@ -48,6 +49,7 @@ def evaluate_from_pb(message: pb.EvaluateRequest) -> Evaluate:
         ),
         priority=message.priority,
         use_prefix_cache=not message.no_prefix_cache,
+        cache_salt=message.cache_salt,
     )
 
 

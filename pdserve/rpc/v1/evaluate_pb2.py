@@ -26,7 +26,7 @@ from pdserve.rpc.v1 import common_pb2 as pdserve_dot_rpc_dot_v1_dot_common__pb2
 from pdserve.rpc.v1 import inference_pb2 as pdserve_dot_rpc_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpdserve/rpc/v1/evaluate.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\x1a\x1epdserve/rpc/v1/inference.proto\"\xdf\x01\n\x0f\x45valuateRequest\x12\x1c\n\x14receiver_incarnation\x18\x01 \x01(\x06\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x15\n\x08logprobs\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nfrom_index\x18\x05 \x01(\r\x12(\n\x07pooling\x18\x06 \x01(\x0e\x32\x17.pdserve.rpc.v1.Pooling\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x17\n\x0fno_prefix_cache\x18\x08 \x01(\x08\x42\x0b\n\t_logprobs\"i\n\x10\x45valuateResponse\x12.\n\x08logprobs\x18\x01 \x03(\x0b\x32\x1c.pdserve.rpc.v1.TokenLogprob\x12\x0e\n\x06vector\x18\x02 \x03(\x02\x12\x15\n\rcached_tokens\x18\x03 \x01(\r2`\n\x0f\x45valuateService\x12M\n\x08\x45valuate\x12\x1f.pdserve.rpc.v1.EvaluateRequest\x1a .pdserve.rpc.v1.EvaluateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpdserve/rpc/v1/evaluate.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\x1a\x1epdserve/rpc/v1/inference.proto\"\xf3\x01\n\x0f\x45valuateRequest\x12\x1c\n\x14receiver_incarnation\x18\x01 \x01(\x06\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x15\n\x08logprobs\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nfrom_index\x18\x05 \x01(\r\x12(\n\x07pooling\x18\x06 \x01(\x0e\x32\x17.pdserve.rpc.v1.Pooling\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x17\n\x0fno_prefix_cache\x18\x08 \x01(\x08\x12\x12\n\ncache_salt\x18\t \x01(\tB\x0b\n\t_logprobs\"i\n\x10\x45valuateResponse\x12.\n\x08logprobs\x18\x01 \x03(\x0b\x32\x1c.pdserve.rpc.v1.TokenLogprob\x12\x0e\n\x06vector\x18\x02 \x03(\x02\x12\x15\n\rcached_tokens\x18\x03 \x01(\r2`\n\x0f\x45valuateService\x12M\n\x08\x45valuate\x12\x1f.pdserve.rpc.v1.EvaluateRequest\x1a .pdserve.rpc.v1.EvaluateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,9 +34,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.rpc.v1.evaluate_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_EVALUATEREQUEST']._serialized_start=111
-  _globals['_EVALUATEREQUEST']._serialized_end=334
-  _globals['_EVALUATERESPONSE']._serialized_start=336
-  _globals['_EVALUATERESPONSE']._serialized_end=441
-  _globals['_EVALUATESERVICE']._serialized_start=443
-  _globals['_EVALUATESERVICE']._serialized_end=539
+  _globals['_EVALUATEREQUEST']._serialized_end=354
+  _globals['_EVALUATERESPONSE']._serialized_start=356
+  _globals['_EVALUATERESPONSE']._serialized_end=461
+  _globals['_EVALUATESERVICE']._serialized_start=463
+  _globals['_EVALUATESERVICE']._serialized_end=559
 # @@protoc_insertion_point(module_scope)

@@ -34,6 +34,7 @@ class EvaluateRequest(_message.Message):
     POOLING_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     NO_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     receiver_incarnation: _builtins.int
     tenant: _builtins.str
     logprobs: _builtins.int
@@ -45,6 +46,8 @@ class EvaluateRequest(_message.Message):
     priority: _builtins.int
     no_prefix_cache: _builtins.bool
     """Do not use or fill the prefix cache."""
+    cache_salt: _builtins.str
+    """Of one request whose pages only its own choices share; not from the client. Empty: the tenant's own."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -58,10 +61,11 @@ class EvaluateRequest(_message.Message):
         pooling: _inference_pb2.Pooling.ValueType = ...,
         priority: _builtins.int = ...,
         no_prefix_cache: _builtins.bool = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "from_index", b"from_index", "logprobs", b"logprobs", "no_prefix_cache", b"no_prefix_cache", "pooling", b"pooling", "priority", b"priority", "receiver_incarnation", b"receiver_incarnation", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "cache_salt", b"cache_salt", "from_index", b"from_index", "logprobs", b"logprobs", "no_prefix_cache", b"no_prefix_cache", "pooling", b"pooling", "priority", b"priority", "receiver_incarnation", b"receiver_incarnation", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
