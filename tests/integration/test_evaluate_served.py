@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from pdserve.api import Embeddings, EmbedInput, ScoreInput, Scores
+from pdserve.errors import InvalidRequest
 from pdserve.rpc import convert
 from pdserve.rpc.fleet_auth import authenticated
 from pdserve.rpc.status import error_from_rpc
@@ -120,6 +121,32 @@ def test_texts_are_tokenised_by_themselves(stack: Stack) -> None:
     found = score(stack, prompt="w5 w6", continuations=("w7 w8",)).scores[0]
     assert [token.token_id for token in found.tokens] == [7, 8]
     assert [token.logprob for token in found.tokens] == pytest.approx(logprobs((5, 6), (7, 8)), abs=TOLERANCE)
+
+
+def test_a_generation_gives_its_prompts_log_probabilities_first(stack: Stack) -> None:
+    prompt = tokens(75, 30)
+    with stack.client() as client:
+        plain = client.generate(token_ids=prompt, max_tokens=5, ignore_eos=True).result()
+        asked = client.generate(token_ids=prompt, max_tokens=5, ignore_eos=True, prompt_logprobs=2, echo=True)
+        found = asked.result()
+        several = client.generate(token_ids=prompt, max_tokens=3, ignore_eos=True, n=2, prompt_logprobs=0)
+        short = client.generate(token_ids=(3,), max_tokens=1, prompt_logprobs=1).result().prompt
+        assert found.token_ids == plain.token_ids
+        assert found.prompt is not None
+        first, *rest = found.prompt.logprobs
+        assert (first.token_id, first.logprob, first.top) == (prompt[0], 0.0, ())
+        assert [each.token_id for each in rest] == list(prompt[1:])
+        expected = logprobs(prompt[:1], prompt[1:])
+        assert [each.logprob for each in rest] == pytest.approx(expected, abs=TOLERANCE)
+        assert all(len(each.top) == 2 and each.top[0].logprob >= each.top[1].logprob for each in rest)
+        info = several.result().prompt
+        assert info is not None
+        assert [each.logprob for each in info.logprobs] == [each.logprob for each in found.prompt.logprobs]
+        assert short is not None
+        assert [each.token_id for each in short.logprobs] == [3]
+        with pytest.raises(InvalidRequest, match="prompt_logprobs"):
+            client.generate(token_ids=prompt, prompt_logprobs=21).result()
+    stack.until_idle()
 
 
 def test_it_runs_beside_generation_which_it_does_not_change(stack: Stack) -> None:
