@@ -16,6 +16,7 @@ from decode_worker.links import Links
 from decode_worker.loop import DecodeRole
 from decode_worker.reads import Reads
 from kvtransfer.effects import AnswerDecode, Effect
+from kvtransfer.grammars import grammar_held
 from kvtransfer.port import WorkerPort
 from pdserve import failpoints
 from pdserve.errors import StalePeer
@@ -62,20 +63,25 @@ class DecodeDriver(decode_pb2_grpc.DecodeServiceServicer):
         """Router → here. The same key on a second stream hears everything again, on both. When the last
         stream of a key breaks, that is a cancel."""
         call = convert.reserve_from_pb(request)
+        held = await grammar_held(self._port.parts.grammars, call)
+        if isinstance(held, Refused):
+            yield convert.decode_event_to_pb(held)
+            return
         queue: asyncio.Queue[Event] = asyncio.Queue()
         self._calls.setdefault(call.key, []).append(queue)
         over = False
         try:
-            self._asking = queue
-            self._port.feed(lambda now: self.role.reserve(call, now))
-            self._asking = None
-            while not over:
-                event = await queue.get()
-                over = isinstance(event, Refused | Ended)
-                wait_s = failpoints.stall_s("return") if isinstance(event, Token) else 0.0
-                if wait_s:
-                    await asyncio.sleep(wait_s)
-                yield convert.decode_event_to_pb(event)
+            with held:
+                self._asking = queue
+                self._port.feed(lambda now: self.role.reserve(call, now))
+                self._asking = None
+                while not over:
+                    event = await queue.get()
+                    over = isinstance(event, Refused | Ended)
+                    wait_s = failpoints.stall_s("return") if isinstance(event, Token) else 0.0
+                    if wait_s:
+                        await asyncio.sleep(wait_s)
+                    yield convert.decode_event_to_pb(event)
         finally:
             if self._forget(call.key, queue) and not over:
                 self._ask(lambda now: self.role.cancel(call.key, now))

@@ -20,6 +20,7 @@ from pdserve.kvcache.pool import KVPool
 from pdserve.rpc.server import RpcServer
 from pdserve.sched.plan import StepPlan, StepResult
 from pdserve.sched.scheduler import StepScheduler
+from pdserve.structured.worker import WorkerGrammars
 from pdserve.tls import TlsSource
 from pdserve.types import PeerRef
 
@@ -46,6 +47,7 @@ class WorkerParts:
     host: str
     host_id: str
     run_dir: str
+    grammars: WorkerGrammars
     tls: TlsSource | None = None
 
     @property

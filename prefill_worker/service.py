@@ -13,9 +13,10 @@ from typing import Any
 from grpc.aio import ServicerContext
 
 from kvtransfer.effects import AnswerPrefill, ComputeDigest, ToDecoder
+from kvtransfer.grammars import grammar_held
 from kvtransfer.port import WorkerPort
 from pdserve.errors import InvalidRequest, StalePeer
-from pdserve.messages import Envelope, Outcome, Prefilled, Refused
+from pdserve.messages import Envelope, Outcome, Prefilled, PrefillRequest, Refused
 from pdserve.rpc import convert
 from pdserve.rpc.outbox import Outbox
 from pdserve.rpc.server import RpcServer
@@ -66,13 +67,20 @@ class PrefillDriver(
     ) -> prefill_pb2.PrefillResponse:
         """Router → here. A broken call is a cancel, if it is the last one of its key."""
         call = convert.prefill_from_pb(request)
+        held = await grammar_held(self._port.parts.grammars, call)
+        if isinstance(held, Refused):
+            return convert.prefill_result_to_pb(held)
+        with held:
+            return convert.prefill_result_to_pb(await self._result(call))
+
+    async def _result(self, call: PrefillRequest) -> Prefilled | Refused:
         future: asyncio.Future[Prefilled | Refused] = self._port.loop.create_future()
         self._calls.setdefault(call.key, []).append(future)
         try:
             self._asking = future
             self._port.feed(lambda now: self.role.prefill(call, now))
             self._asking = None
-            return convert.prefill_result_to_pb(await future)
+            return await future
         except asyncio.CancelledError:
             if self._calls[call.key] == [future]:
                 self._cancel(call.key)

@@ -131,6 +131,7 @@ class Hub:
         checked = check_fields(source, target, seed=secrets.randbits(64))
         if source.bad_words:
             checked = with_bad_words(checked, await spelled(model, source.bad_words))
+        await model.check_grammar(caller.tenant, checked.sampling.grammar)
         prompt = await model.prompt(source)
         request = check_prompt(checked, prompt.ids, target, prompt.chat)
         self._arrivals += 1

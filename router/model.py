@@ -23,7 +23,8 @@ from pdserve.tokenizer.bundle import MAX_BUNDLE_BYTES, TokenizerBundle
 from pdserve.tokenizer.encode import Tokenizer
 from pdserve.tokenizer.incremental import IncrementalDecoder
 from pdserve.tokenizer.stops import StopMatcher
-from pdserve.types import TokenLogprob, WorkerRecord
+from pdserve.types import Grammar, TokenLogprob, WorkerRecord
+from router.grammars import GrammarCheck
 from router.links import WorkerLink
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class ServedModel:
         self.digest = record.capability.tokenizer
         self.bundle = bundle
         self._tokenizer = Tokenizer(bundle)
+        self._grammars = GrammarCheck(self._tokenizer)
         self._pool = pool
         template = self._tokenizer.template
         named = dict(bundle.special_tokens)
@@ -72,6 +74,10 @@ class ServedModel:
             dtype=record.capability.dtype,
             model_digest=record.capability.model,
         )
+
+    async def check_grammar(self, tenant: str, grammar: Grammar | None) -> None:
+        """See GrammarCheck.check."""
+        await self._grammars.check(tenant, grammar)
 
     async def encode(self, source: GenerateInput) -> tuple[int, ...]:
         """The prompt's ids. Raises InvalidRequest or UnsupportedFeature for what can not be encoded."""

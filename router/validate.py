@@ -29,7 +29,6 @@ MAX_PROMPT_LOGPROBS = 20
 MAX_FIGURES = 180_000
 """Log-probabilities in one answer: they fill most of a message of 4 MB."""
 MAX_LABEL_BYTES = 128
-_SAMPLING_NOT_YET = ("grammar",)
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -82,6 +81,7 @@ def check_fields(source: GenerateInput, target: Target, *, seed: int) -> Checked
     _check_input(source)
     _check_plain(source)
     _check_stop(source.stop)
+    _check_grammar(source.sampling)
     return Checked(
         source=source,
         sampling=sampling_params(source.sampling, target.limits, seed),
@@ -179,12 +179,8 @@ def _check_input(source: GenerateInput) -> None:
 
 def _check_supported(source: GenerateInput) -> None:
     """What the contract has and this version does not do is refused by name."""
-    sampling = SamplingInput()
-    asked = [name for name in _SAMPLING_NOT_YET if getattr(source.sampling, name) != getattr(sampling, name)]
     if source.tool_choice is not None and source.tool_choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED):
-        asked.append("tool_choice")
-    if asked:
-        raise UnsupportedFeature.field(asked[0], "is not supported yet; leave it out.")
+        raise UnsupportedFeature.field("tool_choice", "is not supported yet; leave it out.")
 
 
 def _check_plain(source: GenerateInput) -> None:
@@ -198,6 +194,14 @@ def _check_plain(source: GenerateInput) -> None:
         raise InvalidRequest.field("client_request_id", f"may have {MAX_LABEL_BYTES} bytes at most.")
     if source.trace_id and not _TRACE_ID.fullmatch(source.trace_id):
         raise InvalidRequest.field("trace_id", "must be 32 lower-case hex digits.")
+
+
+def _check_grammar(sampling: SamplingInput) -> None:
+    """What it can not go together with; the grammar itself is compiled later (`router.grammars`)."""
+    if sampling.grammar is not None and sampling.ignore_eos:
+        raise InvalidRequest.field(
+            "sampling.ignore_eos", "can not go with a grammar: an end token is how its answers end."
+        )
 
 
 def _check_stop(stop: tuple[str, ...]) -> None:

@@ -34,6 +34,7 @@ from pathlib import Path
 
 from kvtransfer.shm.server import private_directory
 from pdserve.config.worker import WorkerConfig
+from pdserve.engine.masks import TokenMasks
 from pdserve.errors import ConfigError, WorkerLost
 from pdserve.kvcache.homes import Homes
 from pdserve.kvcache.layout import PageLayout, rank_pool_id
@@ -98,8 +99,8 @@ class Replica:
         assert self._pools is not None
         return self._pools
 
-    def start(self, model: LoadedModel, pool_id: int) -> tuple[ParallelRunner, KVPool]:
-        """Meets the ranks; a runner over all of them, and rank 0's pool with that id.
+    def start(self, model: LoadedModel, pool_id: int, masks: TokenMasks) -> tuple[ParallelRunner, KVPool]:
+        """Meets the ranks; a runner over all of them, and rank 0's pool with that id. masks: of grammars.
 
         Raises what a rank raised (ModelError, ConfigError), or WorkerLost. Call `close` then.
         """
@@ -112,7 +113,7 @@ class Replica:
         self._beats.start()
         pool = self._make_pools(model, layouts, num_pages, pool_id, deadline)
         self._group = self._meet()
-        runner = self._runner(model, pool, self._group)
+        runner = self._runner(model, pool, self._group, masks)
         pool.close_to_writers()
         return runner, pool
 
@@ -181,7 +182,9 @@ class Replica:
             send(seat.work, Kind.MEET, fd=fd)
         return meet(self._config, 0, meeting(self._directory), fd)
 
-    def _runner(self, model: LoadedModel, pool: KVPool, group: RankGroup) -> ParallelRunner:
+    def _runner(
+        self, model: LoadedModel, pool: KVPool, group: RankGroup, masks: TokenMasks
+    ) -> ParallelRunner:
         table = first_table(self._config, model.config)
         works = [seat.work for seat in self._seats.values()]
         runner = ParallelRunner(
@@ -194,6 +197,7 @@ class Replica:
             placement=table,
             attention=self._config.rank_attention,
             threads=thread_share(self._config.threads, self._config.tp, 0),
+            masks=masks,
         )
         for seat in self._seats.values():  # from now on nobody has to wait long for anybody
             seat.work.settimeout(START_S)

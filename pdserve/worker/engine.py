@@ -14,6 +14,7 @@ from kvtransfer.plan import ReplicaLayout, layout_text
 from kvtransfer.port import WorkerParts
 from kvtransfer.session.guard import RoleContext
 from pdserve.config.worker import WorkerConfig
+from pdserve.engine.masks import TokenMasks
 from pdserve.engine.runner import ModelRunner, page_layout
 from pdserve.errors import ConfigError, Incompatible
 from pdserve.garbage import give_back_freed
@@ -27,6 +28,7 @@ from pdserve.parallel.shards import shards
 from pdserve.ranks.config import Launch
 from pdserve.ranks.replica import Replica
 from pdserve.sched.scheduler import SchedConfig, StepScheduler
+from pdserve.structured.worker import WorkerGrammars
 from pdserve.types import CapabilityRecord, ModelLimits, Role
 from pdserve.worker.machine import machine_id
 from pdserve.worker.precision import settled
@@ -81,6 +83,7 @@ class Engine:
         """Ends the other ranks and gives the pool back; when no step runs and nobody moves pages."""
         if self.replica is not None:
             self.replica.close()
+        self.parts.grammars.close()
         self.parts.pool.close()
 
 
@@ -107,7 +110,11 @@ def _build(config: WorkerConfig, run_dir: str, progress: Progress, replica: Repl
     role = config.role if config.tp == 1 else Role.AGGREGATED
     model = load_model(config.model, config.dtype, keep_quantised=config.weights != EXACT, role=role)
     progress(f"building the model, {config.weights}")
-    runner, pool = _runner(config, model) if replica is None else replica.start(model, secrets.randbits(64))
+    grammars = WorkerGrammars(model.tokenizer)
+    if replica is None:
+        runner, pool = _runner(config, model, grammars.masks)
+    else:
+        runner, pool = replica.start(model, secrets.randbits(64), grammars.masks)
     limits = _limits(model, runner.homes.pages_each * config.page_size)
     model = model.without_weights()  # the runner has packed copies of its own
     give_back_freed()
@@ -126,12 +133,13 @@ def _build(config: WorkerConfig, run_dir: str, progress: Progress, replica: Repl
         host=config.host,
         host_id=machine_id(),
         run_dir=run_dir,
+        grammars=grammars,
         tls=tls,
     )
     return Engine(config=config, model=model, limits=limits, runner=runner, parts=parts, replica=replica)
 
 
-def _runner(config: WorkerConfig, model: LoadedModel) -> tuple[ModelRunner, KVPool]:
+def _runner(config: WorkerConfig, model: LoadedModel, masks: TokenMasks) -> tuple[ModelRunner, KVPool]:
     """The runner of a worker without other ranks, and its pool."""
     layout = page_layout(model.config, page_size=config.page_size, dtype=config.page_dtype)
     num_pages = config.num_pages or config.kv_memory_bytes // layout.stride_bytes
@@ -139,7 +147,8 @@ def _runner(config: WorkerConfig, model: LoadedModel) -> tuple[ModelRunner, KVPo
         raise ConfigError("kv_memory: too small for two KV pages of this model; give more memory")
     pool = KVPool.create(layout, num_pages, secrets.randbits(64))
     pool.prefault()  # else the first use of each page pays for it, within somebody's TTFT
-    return ModelRunner(model, pool, deterministic=config.deterministic, weights=config.weights or EXACT), pool
+    weights = config.weights or EXACT
+    return ModelRunner(model, pool, deterministic=config.deterministic, weights=weights, masks=masks), pool
 
 
 def _limits(model: LoadedModel, pool_rows: int) -> ModelLimits:

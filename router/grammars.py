@@ -1,0 +1,39 @@
+"""Grammars at the edge: each is compiled for the served model before its request goes further.
+
+What lives here: the check, and that it costs its own tenant only (`pdserve.structured.store`). What does not:
+masks, which workers make. Nothing heavy is loaded before the first grammar.
+"""
+
+from __future__ import annotations
+
+from pdserve.structured.store import GrammarStore
+from pdserve.tokenizer.encode import Tokenizer
+from pdserve.types import Grammar
+
+_ENTRY_BYTES = 1024
+"""Only the verdict is kept."""
+
+
+class GrammarCheck:
+    """Checks the grammars of one model. Owned by the event loop."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._store: GrammarStore[bool] | None = None
+
+    async def check(self, tenant: str, grammar: Grammar | None) -> None:
+        """Waits until the tenant's grammar is known to be good; at once where there is none.
+
+        Raises InvalidRequest, UnsupportedFeature for a model without end tokens, or Overloaded.
+        """
+        if grammar is None:
+            return
+        if self._store is None:
+            self._store = self._made()
+        await self._store.get(tenant, grammar)
+
+    def _made(self) -> GrammarStore[bool]:
+        from pdserve.structured.compiler import Compiler
+
+        compiler = Compiler(lambda: self._tokenizer)
+        return GrammarStore(lambda grammar: bool(compiler(grammar)), lambda _: _ENTRY_BYTES)
