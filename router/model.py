@@ -128,12 +128,13 @@ class ServedModel:
         parser = ChatParser(chat, call_key) if shown and chat is not None else None
         return TextStream(IncrementalDecoder(self._tokenizer, shown=shown), matcher, min_tokens, parser)
 
-    async def spelled(self, logprobs: Sequence[TokenLogprob]) -> tuple[TokenLogprob, ...]:
-        """The same with the bytes of each token, as clients get them."""
+    async def all_spelled(self, logprobs: Sequence[TokenLogprob]) -> tuple[TokenLogprob, ...]:
+        """Each as `spelled` gives it."""
         size = sum(1 + len(each.top) for each in logprobs)
-        return await self._off_loop(size, lambda: tuple(map(self._spelled, logprobs)))
+        return await self._off_loop(size, lambda: tuple(map(self.spelled, logprobs)))
 
-    def _spelled(self, logprob: TokenLogprob) -> TokenLogprob:
+    def spelled(self, logprob: TokenLogprob) -> TokenLogprob:
+        """The same with the bytes of each token, as clients get it."""
         top = tuple(replace(other, token=self.token_bytes(other.token_id)) for other in logprob.top)
         return replace(logprob, token=self.token_bytes(logprob.token_id), top=top)
 

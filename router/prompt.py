@@ -35,4 +35,4 @@ async def _logprobs(job: Job, num_top: int, evaluator: Evaluator) -> tuple[Token
             use_prefix_cache=request.use_prefix_cache,
         )  # fmt: skip
         found += (await evaluator.run(text)).result.logprobs
-    return await job.model.spelled(found)
+    return await job.model.all_spelled(found)

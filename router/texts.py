@@ -146,7 +146,7 @@ class _Asker:
 
     async def score(self, logprobs: Sequence[TokenLogprob]) -> ContinuationScore:
         total = math.fsum(each.logprob for each in logprobs)
-        return ContinuationScore(logprob=total, tokens=await self.model.spelled(logprobs))
+        return ContinuationScore(logprob=total, tokens=await self.model.all_spelled(logprobs))
 
 
 def _asker(hub: Hub, model_name: str, deadline_s: float, time_left_s: float | None, caller: Caller) -> _Asker:
