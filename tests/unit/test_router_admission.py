@@ -160,3 +160,12 @@ def test_a_tenant_has_its_share_of_the_queue_and_no_more() -> None:
     queue.remove("0")
     queue.offer(replace(entry(8, tokens=5), tenant="loud"), 0.0)
     assert len(queue) == 5
+
+
+def test_choices_of_one_request_leave_one_by_one() -> None:
+    queue = AdmissionQueue(QueueLimits())
+    choices = [replace(entry(1), request_id=name) for name in ("r", "r-1", "r-2")]
+    for choice in choices:
+        queue.requeue(choice)
+    assert queue.remove("r-1") == choices[1]
+    assert order(queue) == ["r", "r-2"]

@@ -208,3 +208,23 @@ def test_pairing_problems_name_the_pair_and_the_reason_once() -> None:
     problems = pairing_problems(records, "strict")
     assert len(problems) == 2
     assert all(problem.startswith("p9 with d") for problem in problems)
+
+
+def test_who_has_the_pages_computes_the_rest_however_loaded() -> None:
+    dispatch = Dispatch(P0, D0, D1)
+    for _ in range(3):
+        dispatch.go(500, Ask(prompt_tokens=500, pinned=D1.incarnation))
+    _, choice = dispatch.go(500, Ask(prompt_tokens=500, pinned=D1.incarnation))
+    assert (choice.decode, choice.prefill) == (D1.record.peer, None)
+    assert choice.reason == "local: its pages are there"
+
+
+def test_who_has_the_pages_but_is_full_or_gone_is_not_waited_for() -> None:
+    gone = worker("d1", Role.DECODE, usable=False)
+    full = Ask(prompt_tokens=500, pinned=D1.incarnation, blocked=frozenset({D1.incarnation}))
+    for workers, ask in (
+        ((P0, D0, D1), full),
+        ((P0, D0, gone), Ask(prompt_tokens=500, pinned=D1.incarnation)),
+    ):
+        _, choice = Dispatch(*workers).go(500, ask)
+        assert (choice.decode, choice.prefill) == (D0.record.peer, P0.record.peer)
