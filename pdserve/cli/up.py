@@ -72,7 +72,9 @@ def _start(
     with telling_logs(logs):
         wait_workers(fleet, config, phases)
     with phases.phase("join", "waiting until the router has met every worker"):
-        _wait_met(_dialled(router.child, config), sum(config.wanted().values()), config.start_timeout_s)
+        _wait_met(
+            _dialled(router.child, config, secret), sum(config.wanted().values()), config.start_timeout_s
+        )
     return router, fleet
 
 
@@ -90,9 +92,9 @@ def _start_router(
     return RouterChild.start(router_arguments(config, file), secret)
 
 
-def _dialled(router: RouterChild, config: ServeConfig) -> Router:
+def _dialled(router: RouterChild, config: ServeConfig, secret: str) -> Router:
     """How we call it ourselves: a certificate names an address, not "all of them"."""
-    return Router.of(advertised(router.address), config)
+    return Router.of(advertised(router.address), config, secret)
 
 
 def _wait_met(router: Router, count: int, timeout_s: float) -> None:

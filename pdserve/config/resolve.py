@@ -17,7 +17,10 @@ T = TypeVar("T")
 ENV_PREFIX = "PDSERVE_"
 SECTIONS = ("router",)
 """Components with a table of their own in the file; the keys outside any table belong to `pdserve up`."""
-OTHER_VARIABLES = ("PDSERVE_CONFIG", "PDSERVE_FLEET_SECRET", "PDSERVE_TEST_", "PDSERVE_BENCH_")
+OTHER_VARIABLES = (
+    "PDSERVE_CONFIG", "PDSERVE_FLEET_SECRET", "PDSERVE_API_KEY", "PDSERVE_API_KEY_FILE",
+    "PDSERVE_KERNEL_ISA", "PDSERVE_TEST_", "PDSERVE_BENCH_",
+)  # fmt: skip
 """Variables that are no settings. A name that ends in an underscore stands for all that begin with it."""
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +12,8 @@ import grpc
 import pytest
 from google.protobuf.descriptor import MethodDescriptor
 
+from pdserve.cli.connection import Router
+from pdserve.config import ServeConfig
 from pdserve.rpc.access import RULES, Access
 from pdserve.rpc.fleet_auth import METADATA_KEY, fleet_token
 from pdserve.rpc.guard import AccessGuard
@@ -82,6 +87,24 @@ def test_a_client_that_sends_its_key_as_anthropics_do_is_known(edge: Edge) -> No
     unlike = (("x-api-key", key), *edge.of("bank"))
     assert status_of(edge.stack.address, path, unlike)[0] is UNAUTHENTICATED
     assert status_of(edge.stack.address, path, (("authorization", f"Basic {key}"),))[0] is UNAUTHENTICATED
+
+
+def test_our_commands_show_the_key_of_the_environment(edge: Edge) -> None:
+    command = [sys.executable, "-m", "pdserve.cli", "status", "--address", edge.stack.address]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
+    without, with_key = (
+        subprocess.run(command, env=environ | more, capture_output=True, text=True, timeout=60, check=False)
+        for more in ({}, {"PDSERVE_API_KEY": edge.keys["shop"]})
+    )
+    assert without.returncode == 1
+    assert "unauthenticated" in without.stderr
+    assert with_key.returncode == 0
+    assert "router" in with_key.stdout
+
+
+def test_up_asks_its_router_as_a_member_of_the_fleet(edge: Edge) -> None:
+    with Router.of(edge.stack.address, ServeConfig(), edge.stack.secret).client() as client:
+        assert client.get_status().workers
 
 
 class _New:
