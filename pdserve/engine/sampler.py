@@ -10,12 +10,11 @@ typical-p (Meister et al. 2022: those whose surprise is nearest to the entropy, 
 A logit of -inf is a token that is impossible; one at least is not.
 Random numbers are Philox 4x64 (Salmon et al. 2011), key = seed, counter = the token's completion index.
 
-Legend: R rows, V vocabulary, C candidates that pass the filters.
+Legend: V vocabulary, C candidates that pass the filters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -46,20 +45,6 @@ def uniform(seed: int, counter: int) -> float:
     key = np.array([seed & _MASK64, 0], np.uint64)  # a list would pass large seeds through float64
     philox = np.random.Philox(key=key, counter=np.array([counter & _MASK64, 0, 0, 0], np.uint64))
     return float(int(philox.random_raw()) >> 11) * 2.0**-53
-
-
-def sample(
-    logits_RV: npt.NDArray[np.float32], draws: Sequence[Draw], best_R: Sequence[int] | None = None
-) -> list[int]:
-    """One token per row. logits_RV: finite. The lowest id wins among equal best ones.
-
-    best_R: each row's best token, where it is known.
-    """
-    greedy = logits_RV.argmax(axis=1).tolist() if best_R is None else best_R
-    return [
-        token if draw.params.temperature == 0 else sample_row(row, draw)
-        for token, row, draw in zip(greedy, logits_RV, draws, strict=True)
-    ]
 
 
 def sample_row(row_V: FloatRow, draw: Draw) -> int:
@@ -114,26 +99,32 @@ def _at(values_V: Row, ids_C: Ids) -> Row:
     return values_V if ids_C.size == values_V.size else values_V[ids_C]
 
 
-def _top_k(row_V: FloatRow, k: int) -> Ids:
+def _top_k(row_V: Row, k: int) -> Ids:
     kth = np.partition(row_V, row_V.size - k)[row_V.size - k]
     return np.flatnonzero(row_V >= kth)
 
 
-def falling(row_C: FloatRow, count: int) -> Ids:
+def falling(row_C: Row, count: int) -> Ids:
     """Indices of the `count` highest by falling logit, lower first among equals (and ties of the last)."""
     index = np.arange(row_C.size) if count >= row_C.size else _top_k(row_C, count)
     return index[np.argsort(-row_C[index], kind="stable")]
 
 
 def _typical(weights_C: Weights, typical_p: float) -> Ids:
-    """Indices of those that stay, ascending; those as far from the entropy as the last one do too."""
+    """Indices of those that stay, ascending; those as far from the entropy as the last one do too. Sorts few
+    first."""
     shares = weights_C / weights_C.sum()
     with np.errstate(divide="ignore", invalid="ignore"):  # without weight: infinitely surprising
         surprise = -np.log(shares)
         far = np.abs(surprise - np.nansum(shares * surprise))
-    order = np.argsort(far, kind="stable")
-    last = min(int(np.searchsorted(shares[order].cumsum(), typical_p, side="left")), order.size - 1)
-    return np.flatnonzero(far <= far[order[last]])
+    count = _FIRST_GUESS
+    while True:
+        order = falling(-far, count)
+        sums = shares[order].cumsum()
+        if sums[-1] >= typical_p or order.size == far.size:
+            last = min(int(np.searchsorted(sums, typical_p, side="left")), order.size - 1)
+            return np.flatnonzero(far <= far[order[last]])
+        count *= 8
 
 
 def _top_p(row_C: FloatRow, weights_C: Weights, top_p: float) -> Ids:

@@ -4,34 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
-from pdserve.engine.sampler import Draw, candidates, sample, uniform
+from pdserve.engine.sampler import candidates, uniform
+from pdserve.sched.plan import History
 from pdserve.types import SamplingParams
-
-GREEDY = SamplingParams()
-
-
-def transformers_probabilities(row: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Probabilities [V] after transformers' processors, in its order."""
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
-    if params.top_k:
-        warpers.append(TopKLogitsWarper(params.top_k))
-    if params.top_p < 1:
-        warpers.append(TopPLogitsWarper(params.top_p))
-    if params.min_p:
-        warpers.append(MinPLogitsWarper(params.min_p))
-    scores = warpers(torch.zeros(1, 1, dtype=torch.int64), torch.from_numpy(row)[None].double())
-    return scores.softmax(-1)[0].numpy()
+from tests.support.reference_sampling import probabilities, step, tokens
 
 
 def our_probabilities(row: np.ndarray, params: SamplingParams) -> np.ndarray:
@@ -54,24 +33,32 @@ def logits(seed: int, vocab: int, spread: float = 3.0) -> np.ndarray:
     top_k=st.sampled_from([0, 1, 2, 20, 2999, 5000]),
     top_p=st.floats(0.01, 1),
     min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+    typical_p=st.sampled_from([1.0, 0.99, 0.5, 0.02]),
 )
 def test_filters_are_those_of_transformers(
-    seed: int, vocab: int, temperature: float, top_k: int, top_p: float, min_p: float
+    seed: int, vocab: int, temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float
 ) -> None:
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p
+    )
     row = logits(seed, vocab)
     np.testing.assert_allclose(
-        our_probabilities(row, params), transformers_probabilities(row, params), rtol=1e-6, atol=1e-12
+        our_probabilities(row, params), probabilities(row, params), rtol=1e-6, atol=1e-12
     )
 
 
-def test_flat_distributions_need_more_than_the_first_guess_of_top_p() -> None:
-    params = SamplingParams(temperature=1.0, top_p=0.9)
+@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"typical_p": 0.9}])
+def test_flat_distributions_need_more_than_the_first_guess(params: dict[str, float]) -> None:
+    asked = SamplingParams(temperature=1.0, **params)  # type: ignore[arg-type]
     row = logits(3, 40_000, spread=0.1)
-    assert (our_probabilities(row, params) > 0).sum() > 30_000
+    assert (our_probabilities(row, asked) > 0).sum() > 30_000
     np.testing.assert_allclose(
-        our_probabilities(row, params), transformers_probabilities(row, params), rtol=1e-6, atol=1e-12
+        our_probabilities(row, asked), probabilities(row, asked), rtol=1e-6, atol=1e-12
     )
+
+
+HISTORY = History(token_ids=(5, 9, 9, 40, 41, 7, 7, 7, 80, 40), num_prompt=4)
+BIASES = tuple((token, 1.5 - token % 4) for token in range(0, 60, 3))
 
 
 @pytest.mark.parametrize(
@@ -80,19 +67,31 @@ def test_flat_distributions_need_more_than_the_first_guess_of_top_p() -> None:
         SamplingParams(temperature=1.0, seed=5),
         SamplingParams(temperature=0.7, top_k=12, top_p=0.9, seed=6),
         SamplingParams(temperature=1.5, min_p=0.05, seed=7),
+        SamplingParams(temperature=1.2, typical_p=0.6, seed=8),
+        SamplingParams(temperature=0.9, repetition_penalty=1.7, top_p=0.95, seed=9),
+        SamplingParams(temperature=1.0, presence_penalty=1.1, frequency_penalty=0.7, top_k=80, seed=10),
+        SamplingParams(
+            temperature=1.1, logit_bias=BIASES, bad_words=((40, 41), (6,), (7, 80, 40, 8)), seed=11
+        ),
+        SamplingParams(temperature=0.8, min_tokens=7, stop_token_ids=(11,), min_p=0.01, seed=12),
     ],
 )
-def test_frequencies_are_the_probabilities_of_transformers(params: SamplingParams) -> None:
-    row = logits(1, 600, spread=2.0)
-    expected = transformers_probabilities(row, params)
-    draws = [Draw(params=params, counter=i) for i in range(8_000)]
-    tokens = sample(np.broadcast_to(row, (len(draws), row.size)), draws)
-    counts = np.bincount(tokens, minlength=row.size)
+def test_20000_samples_have_the_distribution_of_transformers(params: SamplingParams) -> None:
+    """Pearson's chi-square over tokens expected five times and more, the others as one."""
+    num, row = 20_000, logits(1, 100, spread=2.0)
+    expected = probabilities(row, params, HISTORY) * num
+    steps = [step(params, counter, HISTORY) for counter in range(num)]
+    counts = np.bincount(tokens(np.broadcast_to(row, (num, row.size)), steps), minlength=row.size)
     assert counts[expected == 0].sum() == 0
-    likely = expected > 5 / len(draws)
-    error = (counts - expected * len(draws))[likely] / np.sqrt(expected[likely] * len(draws))
-    assert np.abs(error).max() < 5
-    assert (error**2).mean() < 2
+    likely = expected >= 5
+    rest = expected[~likely].sum()
+    bins = [*zip(counts[likely], expected[likely], strict=True)]
+    if rest >= 5:
+        bins.append((counts[~likely].sum(), rest))
+    statistic = sum((count - mean) ** 2 / mean for count, mean in bins)
+    freedom = len(bins) - 1
+    assert freedom >= 4
+    assert statistic < freedom + 3.5 * (2 * freedom) ** 0.5
 
 
 def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[int, ...]:
@@ -117,42 +116,37 @@ def test_negative_seeds_are_their_64_bits() -> None:
     assert uniform(-1, 3) == uniform(2**64 - 1, 3)
 
 
-def test_a_token_depends_on_its_row_and_draw_alone() -> None:
+def test_a_token_depends_on_its_row_and_step_alone() -> None:
     rows = np.stack([logits(i, 500) for i in range(6)])
-    draws = [Draw(params=SamplingParams(temperature=1.1, top_k=i * 7, seed=i), counter=i) for i in range(6)]
-    together = sample(rows, draws)
-    alone = [sample(rows[i : i + 1], [draws[i]])[0] for i in range(6)]
+    steps = [
+        step(SamplingParams(temperature=1.1, top_k=i * 7, seed=i, repetition_penalty=1 + i % 2), i, HISTORY)
+        for i in range(6)
+    ]
+    together = tokens(rows, steps)
+    alone = [tokens(rows[i : i + 1], [steps[i]])[0] for i in range(6)]
     assert together == alone
-    assert sample(rows[::-1].copy(), draws[::-1]) == together[::-1]
+    assert tokens(rows[::-1].copy(), steps[::-1]) == together[::-1]
 
 
 def test_seed_and_counter_both_matter() -> None:
     row = np.zeros((1, 10_000), np.float32)
-    tokens = {
-        sample(row, [Draw(params=SamplingParams(temperature=1.0, seed=s), counter=c)])[0]
+    made = {
+        tokens(row, [step(SamplingParams(temperature=1.0, seed=s), c)])[0]
         for s in range(10)
         for c in range(10)
     }
-    assert len(tokens) > 95
-
-
-def test_greedy_takes_the_lowest_of_equal_ids() -> None:
-    rows = np.zeros((3, 70_000), np.float32)
-    rows[0, [65_000, 40, 41]] = 3.0
-    rows[1, [69_999, 16_385]] = 1.0
-    assert sample(rows, [Draw(params=GREEDY, counter=0)] * 3) == [40, 16_385, 0]
+    assert len(made) > 95
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-3])
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     row = logits(4, 100)
-    draw = Draw(params=SamplingParams(temperature=temperature, seed=1), counter=0)
-    assert sample(row[None], [draw]) == [int(row.argmax())]
+    assert tokens(row[None], [step(SamplingParams(temperature=temperature, seed=1))]) == [int(row.argmax())]
 
 
 def test_a_token_without_weight_is_never_drawn() -> None:
     row = np.full(1000, -1e4, np.float32)
     row[[3, 700]] = 0.0
     params = SamplingParams(temperature=1.0, seed=2)
-    tokens = {sample(row[None], [Draw(params=params, counter=i)])[0] for i in range(300)}
-    assert tokens == {3, 700}
+    made = {tokens(row[None], [step(params, i)])[0] for i in range(300)}
+    assert made == {3, 700}
