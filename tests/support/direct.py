@@ -19,7 +19,15 @@ from pdserve.rpc import convert
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.fleet_auth import authenticated
 from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
-from pdserve.types import HandoverMode, Key, PeerRef, Role, SamplingParams, WorkerRecord
+from pdserve.types import (
+    HandoverMode,
+    Key,
+    PeerRef,
+    Role,
+    SamplingParams,
+    TokenLogprob,
+    WorkerRecord,
+)
 from pdserve.worker.host import WorkerHost
 from tests.support.memory import give_back
 
@@ -175,7 +183,9 @@ class Reserving:
         stub = authenticated(decode_pb2_grpc.DecodeServiceStub(self._channel), direct.secret)
         self.call = stub.Reserve(convert.reserve_to_pb(message))
         self.key = message.key
+        self._num_forced = message.num_forced
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob | None] = []
         self.ended: Ended | None = None
 
     async def next(self) -> Reserved | Refused | Token | Ended:
@@ -185,8 +195,9 @@ class Reserving:
             raise AssertionError(f"the stream is over: {await self.call.code()} {await self.call.details()}")
         event = convert.decode_event_from_pb(answer)
         if isinstance(event, Token):
-            assert event.index == len(self.tokens)
+            assert event.index == self._num_forced + len(self.tokens)
             self.tokens.append(event.token_id)
+            self.logprobs.append(event.logprob)
         if isinstance(event, Ended):
             self.ended = event
         return event
@@ -227,13 +238,19 @@ def prefill(ask: Ask) -> asyncio.Task[Prefilled | Refused]:
 
 async def generate(ask: Ask) -> tuple[list[int], Ended]:
     """Both calls at once, to the end."""
+    call, ended = await stream(ask)
+    return call.tokens, ended
+
+
+async def stream(ask: Ask) -> tuple[Reserving, Ended]:
+    """As `generate`; the call, which has all that came, is closed."""
     half = prefill(ask) if ask.mode is HandoverMode.DISAGGREGATED else None
     call = reserve(ask)
     ended = await call.finish()
     if half is not None:
         await half
     await call.close()
-    return call.tokens, ended
+    return call, ended
 
 
 async def stalled_listener() -> AsyncIterator[str]:

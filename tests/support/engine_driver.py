@@ -28,12 +28,12 @@ from pdserve.sched.plan import (
     TokenSampled,
 )
 from pdserve.sched.scheduler import SchedConfig, StepScheduler
-from pdserve.types import SamplingParams
+from pdserve.types import SamplingParams, TokenLogprob
 
 
 class EngineDriver:
-    """One worker's engine without the worker. tokens, logits, evaluated, failed: what came out, by sequence.
-    hits: tokens from the cache, by sequence. plans, events: all of them."""
+    """One worker's engine without the worker. tokens, logprobs, logits, evaluated, failed: what came out, by
+    sequence. hits: tokens from the cache, by sequence. plans, events: all of them."""
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class EngineDriver:
         )
         self.scheduler = StepScheduler(config, self.manager)
         self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[TokenLogprob]] = {}
         self.logits: dict[str, list[torch.Tensor]] = {}
         self.failed: dict[str, str] = {}
         self.evaluated: dict[str, EvaluatedRows] = {}
@@ -84,6 +85,7 @@ class EngineDriver:
         )
         self.tokens[seq_id] = []
         self.logits[seq_id] = []
+        self.logprobs[seq_id] = []
         self.scheduler.submit(spec)
 
     def evaluate(self, seq_id: str, token_ids: Sequence[int], params: EvaluateParams) -> None:
@@ -123,8 +125,9 @@ class EngineDriver:
             )
         for event in self.scheduler.finish_step(result):
             match event:
-                case TokenSampled(seq_id=seq_id, token_id=token):
+                case TokenSampled(seq_id=seq_id, token_id=token, logprob=logprob):
                     self.tokens[seq_id].append(token)
+                    self.logprobs[seq_id] += [] if logprob is None else [logprob]
                 case SeqFailed(seq_id=seq_id, message=message):
                     self.failed[seq_id] = message
                     self._drop(seq_id)
