@@ -33,7 +33,7 @@ from pdserve.client.request import (
     build,
 )
 from pdserve.client.sending import rpc_failure
-from pdserve.errors import Unavailable, UnknownRequest
+from pdserve.errors import Cancelled, Unavailable, UnknownRequest
 from pdserve.messages import Outcome
 
 if TYPE_CHECKING:
@@ -197,6 +197,11 @@ class AsyncClient:
                 if wait_s is None:
                     raise error from None
                 await asyncio.sleep(wait_s)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                raise Cancelled("The client was closed.") from None
             else:
                 tries.reached()
                 return call.read(answer)

@@ -94,7 +94,8 @@ class FakeServer:
         self._failures[method].extend([error] * times)
 
     def hold(self) -> None:
-        """Streams stop before their next chunk until `release`, or until their client has gone."""
+        """Streams stop before their next chunk, and questions before their answer, until `release` or until
+        their client has gone. abort and explain are answered."""
         self._held = True
 
     def release(self) -> None:
@@ -173,6 +174,10 @@ class FakeServer:
             self._changed.notify_all()
         if error is not None:
             raise error
+        if method not in ("Generate", "Abort", "Explain"):
+            live = _Live(done=True)
+            context.add_callback(lambda: self._over(live))
+            self._wait_for_release(live)
 
     def on_generate(self, source: GenerateInput, context: grpc.ServicerContext) -> Iterator[StreamEvent]:
         with self._changed:
@@ -183,8 +188,7 @@ class FakeServer:
         try:
             for event in fakes.events(script, source, request_id):
                 if isinstance(event, Chunk):
-                    with self._changed:
-                        self._changed.wait_for(lambda: not self._held or live.gone or live.aborted)
+                    self._wait_for_release(live)
                 if live.aborted:
                     raise Cancelled("The request was aborted.")
                 if live.gone:
@@ -192,6 +196,10 @@ class FakeServer:
                 yield event
         finally:
             live.done = not live.gone
+
+    def _wait_for_release(self, live: _Live) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._held or live.gone or live.aborted)
 
     def _over(self, live: _Live) -> None:
         with self._changed:

@@ -13,10 +13,10 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from pdserve.client import AsyncClient, Retry
-from pdserve.errors import PdserveError, Unavailable
+from pdserve.errors import PdserveError, Unauthenticated, Unavailable
 from pdserve.types import Role
 from tests.support.byte_model import text_of
-from tests.support.router_kit import SECRET, FakeWorker, until_ready
+from tests.support.router_kit import SECRET, FakeWorker, fleet, until_ready
 
 PROMPT, EXPECTED = "once upon", text_of("once upon", 4)
 
@@ -26,7 +26,7 @@ async def router(worker: FakeWorker) -> AsyncIterator[tuple[asyncio.subprocess.P
     """A router's process with one worker of this process."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "pdserve.cli", "router", "--port", "0", "--metrics-port", "0",
-        "--suspect-after-s", "600", "--heartbeat-timeout-s", "600",
+        "--suspect-after-s", "600", "--heartbeat-timeout-s", "600", "--http", "false",
         stdout=asyncio.subprocess.PIPE, env={**os.environ, "PDSERVE_FLEET_SECRET": SECRET.hex()},
     )  # fmt: skip
     try:
@@ -82,3 +82,17 @@ async def test_nobody_there_is_unavailable_after_all_attempts() -> None:
             await client.generate(PROMPT).result()
         with pytest.raises(Unavailable):
             await client.get_status()
+
+
+async def test_a_router_that_wants_a_key_gets_the_clients() -> None:
+    worker, key = FakeWorker("d", Role.DECODE), "a-key-of-some-length-0123456789"
+    async with fleet(worker, api_key=key) as running:
+        async with AsyncClient(running.router.address, api_key=key) as known:
+            assert await answers(known, 1) == [EXPECTED]
+            assert (await known.get_model()).model == "bytes"
+        async with AsyncClient(running.router.address, api_key=key + "x") as stranger:
+            for call in (stranger.generate(PROMPT).result(), stranger.get_model()):
+                with pytest.raises(Unauthenticated) as caught:
+                    await call
+                assert key not in caught.value.message
+    assert len(worker.reserves) == 1

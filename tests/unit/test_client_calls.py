@@ -367,3 +367,14 @@ def test_unknown_options_are_refused_by_name() -> None:
     with Client() as client, pytest.raises(InvalidRequest, match="temprature"):
         client.generate("x", **options)
     assert "temperature" in GenerateOptions.__annotations__
+
+
+async def test_closing_while_a_question_is_under_way_ends_it() -> None:
+    with FakeServer() as server:
+        server.hold()
+        client = AsyncClient(server.address)
+        asked = asyncio.ensure_future(client.get_model())
+        await asyncio.to_thread(server.wait_for_calls, 1)
+        await client.close()
+        with pytest.raises(Cancelled):
+            await asked
