@@ -131,9 +131,9 @@ class Hub:
         checked = check_fields(source, target, seed=secrets.randbits(64))
         if source.bad_words:
             checked = with_bad_words(checked, await spelled(model, source.bad_words))
-        await model.check_grammar(caller.tenant, checked.sampling.grammar)
         prompt = await model.prompt(source)
         request = check_prompt(checked, prompt.ids, target, prompt.chat)
+        await model.check_grammar(caller.tenant, request)
         self._arrivals += 1
         limit_s = min(request.deadline_s, math.inf if time_left_s is None else time_left_s)
         shared = Shared(

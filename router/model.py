@@ -12,20 +12,22 @@ from typing import TypeVar
 import grpc
 
 from pdserve.api import GenerateInput, ModelInfo
+from pdserve.chat.grammar import tools_error
 from pdserve.chat.parser import ChatParser, ChatPlan
 from pdserve.chat.parts import Part, joined
 from pdserve.chat.prepare import plan_of, prepare
 from pdserve.chat.profile import ChatProfile, profile_of
-from pdserve.errors import ModelError
+from pdserve.errors import InvalidRequest, ModelError
 from pdserve.rpc.status import error_from_rpc
 from pdserve.rpc.v1 import cluster_pb2
 from pdserve.tokenizer.bundle import MAX_BUNDLE_BYTES, TokenizerBundle
 from pdserve.tokenizer.encode import Tokenizer
 from pdserve.tokenizer.incremental import IncrementalDecoder
 from pdserve.tokenizer.stops import StopMatcher
-from pdserve.types import Grammar, TokenLogprob, WorkerRecord
+from pdserve.types import TokenLogprob, WorkerRecord
 from router.grammars import GrammarCheck
 from router.links import WorkerLink
+from router.validate import ValidRequest
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -75,9 +77,14 @@ class ServedModel:
             model_digest=record.capability.model,
         )
 
-    async def check_grammar(self, tenant: str, grammar: Grammar | None) -> None:
-        """See GrammarCheck.check."""
-        await self._grammars.check(tenant, grammar)
+    async def check_grammar(self, tenant: str, request: ValidRequest) -> None:
+        """As GrammarCheck.check. Of a grammar that was made of tools, an error names these."""
+        try:
+            await self._grammars.check(tenant, request.sampling.grammar)
+        except InvalidRequest as error:
+            if request.chat is None or request.chat.grammar is None:
+                raise
+            raise tools_error(error) from None
 
     async def encode(self, source: GenerateInput) -> tuple[int, ...]:
         """The prompt's ids. Raises InvalidRequest or UnsupportedFeature for what can not be encoded."""

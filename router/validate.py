@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from pdserve.api import GenerateInput, SamplingInput, ToolMode
+from pdserve.api import GenerateInput, SamplingInput
 from pdserve.chat.parser import ChatPlan
 from pdserve.errors import InvalidRequest, NeverFits, PromptTooLong, UnknownModel, UnsupportedFeature
 from pdserve.types import ModelLimits, SamplingParams
@@ -177,14 +177,7 @@ def _check_input(source: GenerateInput) -> None:
     check_chat(source)
 
 
-def _check_supported(source: GenerateInput) -> None:
-    """What the contract has and this version does not do is refused by name."""
-    if source.tool_choice is not None and source.tool_choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED):
-        raise UnsupportedFeature.field("tool_choice", "is not supported yet; leave it out.")
-
-
 def _check_plain(source: GenerateInput) -> None:
-    _check_supported(source)
     if source.prompt_logprobs is not None:
         whole("prompt_logprobs", source.prompt_logprobs, 0, MAX_PROMPT_LOGPROBS)
     if number("resume_window_s", source.resume_window_s, 0.0, math.inf) > 0:

@@ -57,10 +57,20 @@ def _check_choice(source: GenerateInput) -> None:
         )
     if choice is None:
         return
-    if choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED) and not source.tools:
-        raise InvalidRequest.field("tool_choice", "needs tools; send some, or leave it out.")
+    if choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED):
+        _check_must(source)
     if choice.mode is ToolMode.NAMED and all(tool.name != choice.name for tool in source.tools):
         raise InvalidRequest.field("tool_choice.name", "must be the name of one of the tools.")
+
+
+def _check_must(source: GenerateInput) -> None:
+    """What a call that must come needs."""
+    if not source.tools:
+        raise InvalidRequest.field("tool_choice", "needs tools; send some, or leave it out.")
+    if source.sampling.ignore_eos:
+        raise InvalidRequest.field(
+            "sampling.ignore_eos", "can not go with a tool_choice that needs an end token to end its call."
+        )
 
 
 def _check_messages(messages: tuple[ChatMessage, ...]) -> None:

@@ -41,6 +41,12 @@ def grammar_for(
     return Grammar(kind=GrammarKind.LARK, text=text)
 
 
+def tools_error(error: InvalidRequest) -> InvalidRequest:
+    """What is wrong with a grammar, told of the tools that it was made of."""
+    told = error.violations[0].description if error.violations else error.message
+    return type(error).field("tools", f"a call of them can not be enforced: {told}")
+
+
 class _Rules:
     """The rules of one grammar as they are made."""
 
