@@ -43,6 +43,8 @@ from router.roster import Roster
 INFERENCE = "pdserve.rpc.v1.InferenceService"
 CLUSTER = "pdserve.rpc.v1.ClusterService"
 
+_SHUTS_DOWN = "This router shuts down."
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -135,6 +137,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         self, request_iterator: AsyncIterator[cluster_pb2.JoinRequest], context: Context
     ) -> None:
         """Register first, then heartbeats, each answered; an answer that is not accepted ends the stream."""
+        if self._roster.closing:
+            raise Draining(_SHUTS_DOWN)
         stream = asyncio.current_task()
         assert stream is not None
         record = None
@@ -163,7 +167,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
             if not self._roster.closing:
                 raise
             # A cancelled handler would leave the call open until the server's grace is over.
-            raise Draining("This router shuts down.") from None
+            raise Draining(_SHUTS_DOWN) from None
         finally:
             self._roster.open_streams.discard(stream)
             if record is not None:

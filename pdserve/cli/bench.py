@@ -161,7 +161,7 @@ def _serve(router: Any, load: Any) -> dict[str, Any]:
 
     async def run() -> dict[str, Any]:
         # What is refused is counted, not asked again.
-        async with AsyncClient(router.address, retry=None, **router.tls) as client:
+        async with AsyncClient(router.address, retry=None, **router.options) as client:
             with _bar(load.requests) as advance:
                 return await measure_serving(client, load, advance)
 

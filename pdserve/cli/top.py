@@ -106,7 +106,7 @@ def _figures(history: History) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for title, name, factor, form in _FIGURES:
         values = history.of(name)
-        last = values[-1] if values else None
+        last = next((value for value in reversed(values) if value is not None), None)
         shown = "-" if last is None else form.format(last * factor)
         table.add_row(title, shown.rjust(10), sparkline(values, SPARKS))
     return table
