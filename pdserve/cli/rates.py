@@ -68,7 +68,7 @@ def quantile(seconds: SecondsHistogram, share: float) -> float | None:
     target, below, low = share * total, 0, 0.0
     for bound, count in zip(seconds.bounds, seconds.counts, strict=False):
         if count and below + count >= target:
-            return low + (bound - low) * max(0.0, target - below) / count
+            return min(bound, low + (bound - low) * max(0.0, target - below) / count)
         below, low = below + count, bound
     return seconds.bounds[-1]
 

@@ -6,7 +6,7 @@ import bisect
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -50,6 +50,9 @@ def test_rates_are_of_the_time_between_the_looks() -> None:
 
 
 @given(st.lists(st.floats(0.0001, 0.9), min_size=1, max_size=40), st.floats(0.01, 1))
+@example([0.002], 1.0)
+@example([0.02], 1.0)
+@example([0.2], 1.0)
 def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], share: float) -> None:
     found = quantile(histogram(values), share)
     ordered = sorted(values)
