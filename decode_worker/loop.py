@@ -204,7 +204,7 @@ class DecodeRole:
                 entry.computing.retracted()
                 return [Count(name="retractions")]
             case SeqFailed():
-                stop = table.Stop(label="internal", message=event.message, retryable=False)
+                stop = table.Stop(label=event.label, message=event.message, retryable=False)
                 return self._run(entry, table.ComputeQuiet(), now) + self._run(entry, stop, now)
             case SeqStopped():
                 return self._run(entry, table.ComputeQuiet(), now)

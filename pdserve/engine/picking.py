@@ -24,7 +24,7 @@ _NO_GRAMMARS = "this server can not follow a grammar; leave it out"
 
 @dataclass(slots=True, kw_only=True)
 class Picked:
-    """By seq_id: tokens, log-probabilities of those who ask, and why a sequence has none."""
+    """By seq_id: tokens, log-probabilities of those who ask, and why a request can have none."""
 
     tokens: dict[str, int] = field(default_factory=dict)
     logprobs: dict[str, TokenLogprob] = field(default_factory=dict)

@@ -221,6 +221,7 @@ class ModelRunner:
             tokens=picked.tokens,
             elapsed_s=time.perf_counter() - began,
             failed=failed or None,
+            refused=frozenset(picked.failed),
             logprobs=picked.logprobs,
             evaluated=self._evaluations.rows,
         )

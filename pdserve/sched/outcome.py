@@ -39,7 +39,8 @@ class Outcomes:
             return [SeqStopped(seq_id=seq.seq_id)]
         if (message := _failure(step, result)) is not None:
             self._roster.remove(seq)
-            return [SeqFailed(seq_id=seq.seq_id, message=message)]
+            label = "invalid_request" if seq.seq_id in result.refused else "internal"
+            return [SeqFailed(seq_id=seq.seq_id, message=message, label=label)]
         seq.num_computed = step.start + len(step.token_ids)
         events: list[SeqEvent] = [*self._binder.seal_full(seq, step.start)]
         if seq.spec.kind is SeqKind.EVALUATE and not seq.remaining:

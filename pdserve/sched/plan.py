@@ -124,6 +124,7 @@ class StepPlan:
 class StepResult:
     """What the runner made of a plan. tokens: sampled token by seq_id. logprobs: those of sequences that ask
     for them. failed: seq_id → message, for sequences whose own share went wrong; the others are good.
+    refused: those of them that ask for what can not be.
     elapsed_s: compute time. began_s, ended_s: by the worker's monotonic clock; None where nobody stamped it.
     evaluated: by seq_id, of those that are evaluated.
     """
@@ -134,6 +135,7 @@ class StepResult:
     began_s: float | None = None
     ended_s: float | None = None
     failed: dict[str, str] | None = None
+    refused: frozenset[str] = frozenset()
     logprobs: dict[str, TokenLogprob] = field(default_factory=dict)
     evaluated: dict[str, EvaluatedRows] = field(default_factory=dict)
 
@@ -193,10 +195,12 @@ class SeqFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeqFailed:
-    """The sequence's own computation went wrong; others are not touched. Pages are still held."""
+    """The sequence's own computation went wrong; others are not touched. Pages are still held. label: of the
+    error (`pdserve.errors`)."""
 
     seq_id: str
     message: str
+    label: str = "internal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

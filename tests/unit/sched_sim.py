@@ -123,7 +123,8 @@ class Sim:
 
     def submit(self, seq_id: str, token_ids: list[int], **fields: object) -> SeqSpec:
         """A sequence without pages."""
-        sampling = SamplingParams(max_tokens=int(fields.pop("max_tokens", 4)), seed=len(seq_id))  # type: ignore[call-overload]
+        max_tokens = int(fields.pop("max_tokens", 4))  # type: ignore[call-overload]
+        sampling = fields.pop("sampling", SamplingParams(max_tokens=max_tokens, seed=len(seq_id)))
         fields.setdefault("num_prompt", len(token_ids))
         fields.setdefault("arrival", self.gap_s * len(self.specs))
         fields.setdefault("kind", SeqKind.FULL)

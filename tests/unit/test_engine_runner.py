@@ -14,7 +14,7 @@ from pdserve.errors import ConfigError
 from pdserve.kvcache.pool import KVPool
 from pdserve.models.loaded import LoadedModel
 from pdserve.models.loader import load_model
-from pdserve.sched.plan import SeqStep, StepPlan
+from pdserve.sched.plan import History, SeqStep, StepPlan
 from pdserve.types import SamplingParams
 from tests.support import tiny_models
 from tests.support.engine_driver import EngineDriver, generate
@@ -90,6 +90,26 @@ def test_only_sequences_that_are_sampled_have_tokens(model: LoadedModel) -> None
     result = runner.execute(plan(step("a", tokens(9), [0], sample=False), step("b", tokens(3), [1])))
     assert (result.step_id, set(result.tokens), result.failed) == (5, {"b"}, None)
     assert runner.execute(plan(step("a", tokens(4), [0], 9, sample=False))).tokens == {}
+
+
+def test_log_probabilities_are_made_and_a_request_for_what_can_not_be_fails_alone(model: LoadedModel) -> None:
+    runner, _ = runner_of(model)
+    all_bad = SamplingParams(bad_words=tuple((token,) for token in range(tiny_models.VOCAB)))
+    history = History(token_ids=(5, 6), num_prompt=2)
+    asks = step("asks", tokens(4), [0])
+    refused = dataclasses.replace(step("refused", [5, 6], [1]), sampling=all_bad, history=history)
+    result = runner.execute(
+        plan(dataclasses.replace(asks, sampling=SamplingParams(logprobs=2)), refused, step("plain", [3], [2]))
+    )
+    assert set(result.tokens) == {"asks", "plain"}
+    assert result.failed is not None
+    assert "no token is possible" in result.failed["refused"]
+    assert result.refused == {"refused"}
+    assert set(result.logprobs) == {"asks"}
+    made = result.logprobs["asks"]
+    want = runner.last_logits["asks"].double().log_softmax(-1)
+    assert (made.token_id, made.top[0].token_id) == (result.tokens["asks"],) * 2
+    assert made.logprob == pytest.approx(float(want.max()), abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [None, "int8"])

@@ -15,7 +15,7 @@ from kvtransfer.session.decode import DecodeSession, DState
 from kvtransfer.session.guard import finish_record
 from kvtransfer.transport import ReadStatus
 from pdserve.messages import Abort, Ack, Announce, Commit, Finish, Grant, Nack, Outcome
-from pdserve.types import FinishReason, HandoverMode, Key, PageName
+from pdserve.types import FinishReason, HandoverMode, Key, PageName, TokenLogprob
 
 KEY = Key(request_id="r")
 L = 10.0
@@ -224,7 +224,13 @@ def test_d5_a_wrong_digest_of_digests_never_commits() -> None:
     assert has(effects, ev.DRunLocal)
 
 
-@pytest.mark.parametrize("change", [{"token_id": 43}, {"next_counter": 2}, {"finish": FinishReason.STOP}])
+LOGPROB = TokenLogprob(token_id=42, logprob=-0.5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"token_id": 43}, {"next_counter": 2}, {"finish": FinishReason.STOP}, {"logprob": LOGPROB}],
+)
 def test_d5_a_first_token_that_changed_on_the_way_never_commits(change: dict[str, Any]) -> None:
     effects = session(*VERIFIED).step(replace(finish(), **change), 0.0)
     assert sent(effects, Commit) == []
