@@ -12,7 +12,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from pdserve.engine.logprobs import token_logprob
+from pdserve.engine.runner import ModelRunner, page_layout
 from pdserve.kernels.embedding import TokenTable
+from pdserve.kvcache.pool import KVPool
 from pdserve.messages import EvaluateParams
 from pdserve.models.loader import load_model
 from pdserve.types import Pooling, SamplingParams
@@ -109,3 +112,21 @@ def test_a_row_that_is_no_number_fails_its_sequence_alone(tmp_path: Path) -> Non
     driver.run()
     assert set(driver.failed) == {"bad", "worse"}
     assert len(driver.evaluated["good"].logprobs) == 2
+
+
+@pytest.mark.parametrize("weights", ["exact", "w8a8"])
+@pytest.mark.parametrize("pages", ["bfloat16", "int8"])
+def test_rows_have_the_bits_that_tokens_are_sampled_from(weights: str, pages: str, tmp_path: Path) -> None:
+    """Those are made by other code where layers are one call."""
+    model = load_model(str(tiny_models.save(tiny_models.qwen3(), tmp_path)), "bfloat16")
+    layout = page_layout(model.config, page_size=16, dtype=pages)
+    runner = ModelRunner(
+        model, KVPool.create(layout, 64, pool_id=7), deterministic=True, capture_logits=True, weights=weights
+    )
+    text = tokens(70, 4)
+    driver = EngineDriver(model, runner=runner, chunk_tokens=32)
+    driver.submit("sampled", text[:60], SamplingParams(max_tokens=1, ignore_eos=True))
+    driver.evaluate("evaluated", text, LOGPROBS)
+    driver.run()
+    (row_V,) = driver.logits["sampled"]
+    assert driver.evaluated["evaluated"].logprobs[59] == token_logprob(row_V.numpy(), text[60], 3)
