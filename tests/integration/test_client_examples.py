@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.models.registry import locate
 from pdserve.types import Role
 from tests.support.stack import Stack
 
@@ -17,9 +20,17 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
 
+TEMPLATE = ROOT / "tests" / "data" / "chat_templates" / "Qwen-Qwen2.5-7B-Instruct.jinja"
+
+
 @pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    running = Stack.start({Role.PREFILL: 1, Role.DECODE: 1})
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The default model with a chat template of its kind that has tools."""
+    model = tmp_path_factory.mktemp("model") / "smollm2-tools.gguf"
+    source = locate("smollm2-135m-instruct").path
+    rename = ["-m", "gguf.scripts.gguf_new_metadata", "--chat-template", TEMPLATE.read_text()]
+    subprocess.run([sys.executable, *rename, str(source), str(model)], check=True, capture_output=True)
+    running = Stack.start({Role.PREFILL: 1, Role.DECODE: 1}, model=str(model))
     yield running
     running.stop()
 
@@ -36,6 +47,7 @@ def run(name: str, stack: Stack, said: str = "") -> str:
 
 def test_first_call(stack: Stack) -> None:
     out = run("first_call", stack)
+    assert "serves smollm2-tools" in out
     assert "Paris" in out
     assert "8 tokens, the first after" in out
 
@@ -70,6 +82,23 @@ def test_embeddings(stack: Stack) -> None:
     rows = [line.split() for line in run("embeddings", stack).splitlines()]
     assert len(rows) == 3
     assert all(-1.0 <= float(row[0]) <= 1.0 and float(row[1]) < 0 for row in rows)
+
+
+def test_structured_output(stack: Stack) -> None:
+    person, answer, number = run("structured_output", stack).splitlines()
+    value = ast.literal_eval(person)
+    assert set(value) == {"name", "age"}
+    assert 0 <= value["age"] <= 120
+    assert answer in {"yes", "no"}
+    assert re.fullmatch(r"[0-9]{3}-[0-9]{4}", number)
+
+
+def test_tools(stack: Stack) -> None:
+    out = run("tools", stack)
+    found = re.match(r"add\((.*?)\) = (\d+)\n", out, re.DOTALL)
+    assert found is not None, out
+    numbers = json.loads(found[1])
+    assert numbers["a"] + numbers["b"] == int(found[2])
 
 
 def test_every_example_is_run() -> None:
