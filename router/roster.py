@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pdserve.clock import Clock
+from pdserve.config.addresses import is_loopback
 from pdserve.errors import PdserveError
 from pdserve.rpc.convert import Heartbeat, JoinAnswer, Register
-from pdserve.rpc.server import is_loopback
 from pdserve.tls import TlsSource
 from pdserve.types import ClockOffset, PeerRef, Role, WorkerRecord
 from router.config import RouterConfig

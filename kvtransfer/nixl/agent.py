@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from pdserve.config.serve import is_loopback
+from pdserve.config.addresses import is_loopback
 from pdserve.errors import ConfigError
 
 _PACKAGES = ("nixl_cu12", "nixl_cu13")  # one wheel for each CUDA version; both move host memory without CUDA

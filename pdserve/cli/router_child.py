@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.config import ServeConfig
+from pdserve.config.resolve import variable
 from pdserve.errors import BY_LABEL, InternalError, Unavailable
 from pdserve.fleet.cluster import child_environment
 from router.config import SECRET_VARIABLE
@@ -31,13 +32,16 @@ class RouterChild:
     http_url: str = ""
 
     @classmethod
-    def start(cls, arguments: Sequence[str], secret: str) -> RouterChild:
-        """Starts a router and waits until it listens. Raises the router's own error if it does not."""
+    def start(cls, arguments: Sequence[str], secret: str, api_key: str = "") -> RouterChild:
+        """Starts a router and waits until it listens. secret, api_key: go by its environment, where others do
+        not see them. Raises the router's own error if it does not."""
         try:
             read, write = os.pipe()
         except OSError:
             raise Unavailable("no pipe can be made for the router") from None
         environ = {"GRPC_VERBOSITY": "NONE", **child_environment(os.environ), SECRET_VARIABLE: secret}
+        if api_key:
+            environ[variable("router", "api_key")] = api_key
         try:
             process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
                 [sys.executable, "-m", "pdserve.cli", "router", *arguments, "--ready-fd", str(write)],
@@ -106,6 +110,8 @@ def router_arguments(config: ServeConfig, file: Path | None) -> list[str]:
     }
     flags = [text for name, value in shared.items() for text in (f"--{name}", str(value))]
     flags.append("--insecure" if config.insecure else "--no-insecure")
+    if config.api_key_file:
+        flags += ["--api-key-file", config.api_key_file]
     if config.http is not None:
         flags += ["--http", "true" if config.http else "false"]
     if config.max_model_len is not None:

@@ -17,7 +17,7 @@ from pdserve.cli.stopping import StopSignals
 from pdserve.cli.workers import describe, ray_of, start_workers, telling_logs, wait_workers
 from pdserve.client import Client
 from pdserve.config import ServeConfig
-from pdserve.config.serve import advertised
+from pdserve.config.addresses import advertised
 from pdserve.config.tls import tls_source
 from pdserve.errors import Unavailable
 from pdserve.fleet.handle import FleetHandle
@@ -89,7 +89,8 @@ def _start_router(
         metrics_port=config.metrics_port if metrics_port is None else metrics_port,
         http_port=config.http_port if http_port is None else http_port,
     )
-    return RouterChild.start(router_arguments(config, file), secret)
+    key = "" if config.api_key_file else config.api_key
+    return RouterChild.start(router_arguments(config, file), secret, key)
 
 
 def _dialled(router: RouterChild, config: ServeConfig, secret: str) -> Router:

@@ -44,7 +44,7 @@ def check_secret(addresses: Iterable[str], metadata: Metadata, *, encrypted: boo
     """Raises ConfigError where a key would go over a network in the clear."""
     if encrypted or insecure or not any(name == AUTHORIZATION for name, _ in metadata):
         return
-    from pdserve.config.serve import is_loopback
+    from pdserve.config.addresses import is_loopback
 
     if not all(is_loopback(address.rpartition(":")[0].strip("[]")) for address in addresses):
         raise ConfigError(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import os
-import socket
 from dataclasses import dataclass
 
+from pdserve.config.addresses import is_loopback
 from pdserve.config.fields import setting
 from pdserve.config.precision import (
     EXACT,
@@ -193,6 +192,15 @@ class ServeConfig:
         "",
         help="Name that the certificates of peers must have, in place of the host dialled; empty: the host.",
     )
+    api_key_file: str = setting(
+        "", help="File of pdserve keys: clients must show one of its keys. Read again when it changes."
+    )
+    api_key: str = setting(
+        "",
+        help="One key that every client must show, where there is no key file. As a variable others on the "
+        "machine do not see it; client commands show the same one.",
+        secret=True,
+    )
     ray_address: str = setting("", help="host:port of a Ray cluster to join; empty: start a local one.")
     routers: tuple[str, ...] = setting(
         (), help="host:port of routers that run elsewhere; for `pdserve fleet` alone."
@@ -377,23 +385,3 @@ class ServeConfig:
             lease_s=self.lease_s,
             vllm_port=self.vllm_port,
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a listener bound to this name is reachable from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def advertised(address: str) -> str:
-    """host:port by which others reach a listener; one on every interface goes by this node's address."""
-    host, _, port = address.rpartition(":")
-    if host.strip("[]") not in {"0.0.0.0", "::", ""}:  # noqa: S104
-        return address
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel picks the outgoing address
-        return f"{probe.getsockname()[0]}:{port}"

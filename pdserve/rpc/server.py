@@ -5,7 +5,6 @@ What a server serves is its owner's business: add servicers to `RpcServer.server
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from pdserve.config.addresses import is_loopback
 from pdserve.errors import ConfigError
 from pdserve.rpc.channel import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
 from pdserve.rpc.intercept import ErrorInterceptor
@@ -40,16 +40,6 @@ class ServerOptions:
     tls: TlsSource | None = None
     max_message_bytes: int = MAX_MESSAGE_BYTES
     max_metadata_bytes: int = MAX_METADATA_BYTES
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address can only be reached from this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def check_bind(host: str, *, insecure: bool, tls: bool = False) -> None:

@@ -10,8 +10,8 @@ import asyncio
 import logging
 
 from kvtransfer.port import WorkerParts
+from pdserve.config.addresses import is_loopback
 from pdserve.config.worker import WorkerConfig
-from pdserve.rpc.server import is_loopback
 from pdserve.types import Role
 
 log = logging.getLogger(__name__)

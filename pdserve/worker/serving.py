@@ -15,6 +15,7 @@ from typing import Any
 
 from kvtransfer.port import RoleDriver
 from pdserve.api import ExpertReport
+from pdserve.config.addresses import is_loopback
 from pdserve.kvcache.allocator import PageState
 from pdserve.messages import Report
 from pdserve.parallel.coverage import Coverage
@@ -22,7 +23,7 @@ from pdserve.ranks.rebalancing import Rebalancing
 from pdserve.ranks.runner import ParallelRunner
 from pdserve.rpc.convert import WorkerState
 from pdserve.rpc.guard import AccessGuard
-from pdserve.rpc.server import RpcServer, ServerOptions, is_loopback
+from pdserve.rpc.server import RpcServer, ServerOptions
 from pdserve.rpc.v1 import cluster_pb2_grpc
 from pdserve.types import REBALANCE_OUTCOMES, Key, PeerRef, WorkerLoad, WorkerRecord
 from pdserve.worker.core import WorkerCore

@@ -19,7 +19,7 @@ from pdserve.cli.platforms import require_platform
 from pdserve.cli.prompts import read_prompts
 from pdserve.cli.stopping import StopSignals
 from pdserve.client import FinishReason, Ledger, Result, Timings, Usage
-from pdserve.config.serve import advertised
+from pdserve.config.addresses import advertised
 from pdserve.errors import ConfigError, InvalidRequest
 from pdserve.types import TransferStats
 

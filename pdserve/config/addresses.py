@@ -1,0 +1,26 @@
+"""Addresses: which ones stay on this machine, and by which one others reach us."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address can only be reached from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def advertised(address: str) -> str:
+    """host:port by which others reach a listener; one on every interface goes by this node's address."""
+    host, _, port = address.rpartition(":")
+    if host.strip("[]") not in {"0.0.0.0", "::", ""}:  # noqa: S104
+        return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel picks the outgoing address
+        return f"{probe.getsockname()[0]}:{port}"
