@@ -19,10 +19,10 @@ from pdserve.rpc.fleet_auth import METADATA_KEY, fleet_token
 from pdserve.rpc.guard import AccessGuard
 from pdserve.rpc.server import RpcServer, ServerOptions
 from tests.support.edge_kit import Edge, bearer
-from tests.support.grpc_methods import our_methods, path_of, status_of
+from tests.support.grpc_methods import neighbour_methods, our_methods, path_of, status_of
 from tests.support.router_kit import SECRET
 
-METHODS = our_methods()
+METHODS = [*our_methods(), *neighbour_methods()]
 UNAUTHENTICATED, REFUSED = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED
 MISSING = grpc.StatusCode.UNIMPLEMENTED
 DENIED = (UNAUTHENTICATED, REFUSED)
@@ -48,11 +48,15 @@ def test_every_method_has_a_rule() -> None:
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.full_name.removeprefix("pdserve.rpc.v1."))
 def test_a_call_without_credentials_is_refused_everywhere(edge: Edge, method: MethodDescriptor) -> None:
     wrong = ((METADATA_KEY, "0" * 64),)
+    access = RULES[path_of(method)]
     for address in addresses(edge):
-        served = RULES[path_of(method)] is Access.FLEET or address == edge.stack.address
+        served = access is Access.FLEET or address == edge.stack.address
         for metadata in ((), wrong, bearer("pds_" + "0" * 12 + "_" + "x" * 43)):
             code, text = status_of(address, path_of(method), metadata)
-            assert code is (UNAUTHENTICATED if served else MISSING)
+            if served and access is Access.PUBLIC:
+                assert code is grpc.StatusCode.OK
+            else:
+                assert code is (UNAUTHENTICATED if served else MISSING)
             assert "pds_" not in text
 
 
@@ -64,7 +68,7 @@ def test_keys_open_what_clients_may_call_and_the_token_all(edge: Edge) -> None:
             for metadata in (edge.of("shop"), edge.of("admin"), edge.fleet)
         )
         access = RULES[path]
-        assert (user in DENIED) == (access is not Access.CLIENT), path
+        assert (user in DENIED) == (access in (Access.ADMIN, Access.FLEET)), path
         assert (admin in DENIED) == (access is Access.FLEET), path
         assert ours not in DENIED, path
         if access is Access.ADMIN:

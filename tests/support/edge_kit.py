@@ -62,7 +62,7 @@ class Edge:
         (directory / "model").mkdir()
         stack = Stack.start(
             {Role.PREFILL: 1, Role.DECODE: 1},
-            router_flags=("--api-key-file", str(key_file), *flags),
+            router_flags=("--api-key-file", str(key_file), "--protocols", "oip,vllm", *flags),
             router_log=directory / "log",
             model=str(byte_llama(directory / "model")),
         )

@@ -8,8 +8,10 @@ import pkgutil
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
+from smg_grpc_proto.generated import vllm_engine_pb2
 
 from pdserve.rpc import v1
+from pdserve.rpc.oip.v2 import open_inference_pb2
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -19,6 +21,15 @@ def our_methods() -> list[MethodDescriptor]:
     names = [info.name for info in pkgutil.iter_modules(v1.__path__) if info.name.endswith("_pb2")]
     modules = [importlib.import_module(f"pdserve.rpc.v1.{name}") for name in names]
     services = [service for m in modules for service in m.DESCRIPTOR.services_by_name.values()]
+    return [method for service in services for method in service.methods]
+
+
+def neighbour_methods() -> list[MethodDescriptor]:
+    """Those of other systems' contracts that a router speaks where it is asked to."""
+    services = (
+        open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
+        vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"],
+    )
     return [method for service in services for method in service.methods]
 
 
