@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from pdserve.rpc.status import error_from_trailers
+from pdserve.rpc.v1 import common_pb2
 from pdserve.rpc.v1 import inference_pb2 as pb
 from tests.support.byte_model import END_ID, VOCAB
 from tests.support.edge_kit import CONTEXT, Edge, stub_on
@@ -18,6 +19,7 @@ from tests.support.grpc_methods import Metadata
 from tests.support.leaks import leak_in
 
 Stub = Any
+STRING = '{"type": "string"}'
 INVALID, LONG, UNSUPPORTED = "invalid_request", "prompt_too_long", "unsupported"
 
 
@@ -61,6 +63,16 @@ def number(name: str, good: float, *bad: float) -> list[Row]:
     ]
 
 
+def schema(text: str, size: int = 0) -> dict[str, Any]:
+    """A JSON schema for the answer. size: its bytes, with space behind it."""
+    return sampling(grammar={"kind": common_pb2.GRAMMAR_KIND_JSON_SCHEMA, "text": text.ljust(size)})
+
+
+def nested(depth: int) -> str:
+    """A schema of so many objects, one in the other."""
+    return '{"items": ' * (depth - 1) + "{}" + "}" * (depth - 1)
+
+
 ROWS: list[Row] = [
     Row(good={"stop": ["z"] * 16}, bad={"stop": ["z"] * 17}, field="stop"),
     Row(good={"stop": ["é" * 128]}, bad={"stop": ["é" * 128 + "x"]}, field="stop"),
@@ -81,6 +93,16 @@ ROWS: list[Row] = [
     ),
     Row(good={"n": 8}, bad={"n": 9}, field="n"),
     Row(good={"n": 1, "best_of": 8}, bad={"n": 1, "best_of": 9}, field="best_of"),
+    Row(good={"n": 2, "beam_width": 8}, bad={"beam_width": 9}, field="beam_width"),
+    Row(bad={"beam_width": 2, "length_penalty": math.nan}, field="length_penalty"),
+    Row(good={"prompt_logprobs": 20}, bad={"prompt_logprobs": 21}, field="prompt_logprobs"),
+    Row(
+        good=schema(STRING, size=64 << 10),
+        bad=schema(STRING, size=(64 << 10) + 1),
+        field="sampling.grammar",
+    ),
+    Row(good=schema(nested(64)), bad=schema(nested(65)), field="sampling.grammar"),
+    Row(bad=schema("{"), field="sampling.grammar"),
     Row(good={"deadline_s": 600.0}, bad={"deadline_s": 600.1}, field="deadline_s"),
     Row(bad={"deadline_s": math.inf}, field="deadline_s"),
     Row(bad={"deadline_s": math.nan}, field="deadline_s"),

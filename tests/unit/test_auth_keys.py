@@ -254,3 +254,13 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, arguments: tuple[str, ..
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_one_key_is_hidden_where_settings_are_shown() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pdserve.cli", "config", "show"],
+        env={**os.environ, "PDSERVE_API_KEY": "correct-horse-battery"},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "horse" not in done.stdout
+    assert any(line.split()[:2] == ["api_key", "(set)"] for line in done.stdout.splitlines())
