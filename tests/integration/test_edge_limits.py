@@ -101,7 +101,7 @@ ROWS: list[Row] = [
         bad=schema(STRING, size=(64 << 10) + 1),
         field="sampling.grammar",
     ),
-    Row(good=schema(nested(64)), bad=schema(nested(65)), field="sampling.grammar"),
+    Row(good=schema(nested(64)), bad=schema(nested(66)), field="sampling.grammar"),
     Row(bad=schema("{"), field="sampling.grammar"),
     Row(good={"deadline_s": 600.0}, bad={"deadline_s": 600.1}, field="deadline_s"),
     Row(bad={"deadline_s": math.inf}, field="deadline_s"),
