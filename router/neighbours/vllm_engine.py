@@ -22,10 +22,11 @@ import grpc.aio
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from pdserve.api import Admitted, ChoiceEnd, Chunk, End, StreamEvent
+from pdserve.api import Admitted, ChoiceEnd, Chunk, EmbedInput, End, Pooling, StreamEvent
 from pdserve.errors import UnsupportedFeature
 from pdserve.tokenizer.bundle import TokenizerBundle
 from pdserve.types import TokenLogprob
+from router import texts
 from router.caller import CALLER
 from router.hub import Hub
 from router.neighbours.vllm_requests import asked
@@ -152,7 +153,12 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
     async def Embed(self, request: Any, context: Context) -> Any:
         """The vector of the last token's hidden state, of length 1."""
-        raise UnsupportedFeature("Embed is not part of this contract here; use InferenceService.Embed.")
+        source = EmbedInput(inputs=(tuple(request.tokenized.input_ids),), pooling=Pooling.LAST)
+        made = await texts.embed(self._hub, source, context.time_remaining(), CALLER.get())
+        (vector,) = made.vectors
+        return pb.EmbedResponse(
+            embedding=vector, prompt_tokens=made.usage.prompt_tokens, embedding_dim=len(vector)
+        )
 
 
 def add_to(server: grpc.aio.Server, hub: Hub) -> None:

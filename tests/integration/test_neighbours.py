@@ -147,6 +147,19 @@ def test_vllm_gateways_learn_what_they_need(served: Served, where: str) -> None:
     assert len(tokenizer.encode(PROMPT).ids) == prompt
 
 
+@pytest.mark.parametrize("where", ["router", "worker"])
+def test_vllm_embed_is_the_last_tokens_vector(served: Served, where: str) -> None:
+    with Client(served.router) as client:
+        ids = client.tokenize(PROMPT).ids
+        (want,) = client.embed([ids], pooling="last").vectors
+    with grpc.insecure_channel(getattr(served, where)) as channel:
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        asked = pb.EmbedRequest(tokenized=pb.TokenizedInput(input_ids=ids))
+        found = stub.Embed(asked, timeout=60)
+    assert (found.embedding_dim, found.prompt_tokens) == (len(want), len(ids))
+    assert list(found.embedding) == list(want)
+
+
 def test_tritons_client_gets_texts_whole_and_streamed(served: Served) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.triton_client", served.router, PROMPT, "8"],
