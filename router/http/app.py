@@ -17,7 +17,8 @@ from starlette.types import ASGIApp
 from router.http.errors import HttpRefused, error_response, openai_form
 from router.http.gateway import Gateway
 from router.http.guard import Guard
-from router.http.routes import ROUTES, Route, endpoint
+from router.http.route import Route, endpoint
+from router.http.routes import ROUTES, package_version
 
 _REF = "#/components/schemas/{model}"
 _NOT_FOUND = {404: "There is nothing at this path.", 405: "This path does not take that method."}
@@ -26,9 +27,8 @@ _NOT_FOUND = {404: "There is nothing at this path.", 405: "This path does not ta
 def application(gateway: Gateway) -> ASGIApp:
     """Everything behind the listener."""
     app = FastAPI(
-        title="pdserve", version=_version(), openapi_url="/openapi.json", docs_url=None, redoc_url=None,
-        redirect_slashes=False,
-    )  # fmt: skip
+        title="pdserve", version=package_version(), docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     for route in ROUTES:
         app.add_api_route(
             route.path,
@@ -43,15 +43,6 @@ def application(gateway: Gateway) -> ASGIApp:
     page = app.openapi
     app.openapi = lambda: _with_bodies(page())  # type: ignore[method-assign]
     return Guard(app)
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("pdserve")
-    except PackageNotFoundError:
-        return "0"
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

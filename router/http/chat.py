@@ -8,12 +8,18 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from pdserve.api import Admitted, ChoiceEnd, Chunk, End, PromptInfo, StreamEvent, ToolCall, ToolCallDelta
 from pdserve.errors import PdserveError
 from pdserve.types import Usage
-from router.http.answer import Reply, sse
+from router.http.answer import Answer, Reply, sse
+from router.http.body import read
 from router.http.collected import Choice, Whole, reason, stop_reason, usage_json
 from router.http.errors import openai_form
+from router.http.gateway import Gateway
+from router.http.generation import run
 from router.http.logprobs import of_chat, of_prompt
 from router.http.schema.chat import ChatBody
 
@@ -24,6 +30,15 @@ def chat_reply(body: ChatBody, model: str) -> Reply:
     """The reply to a body; model: the name it is served under."""
     body.include_usage()
     return _Stream(body, model) if body.stream else _Whole(body, model)
+
+
+async def handle(gateway: Gateway, request: Request) -> Response:
+    """The route's handler."""
+    caller = gateway.caller(request)
+    body = await read(request, ChatBody)
+    reply = chat_reply(body, gateway.name(body.model))
+    source = body.input(gateway.label(request, body.user))
+    return Answer(run(gateway.hub, [source], caller), reply, openai_form)
 
 
 def _head(kind: str, request_id: str, created: int, model: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ What does not live here: bodies and chunks of an API (`completions`, `chat`, `re
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,3 +129,14 @@ def reason(end: ChoiceEnd) -> str:
 def stop_reason(end: ChoiceEnd) -> str | int | None:
     """The text or the token that ended it, as vLLM tells it."""
     return end.stop_text or end.stop_token_id
+
+
+def parts(chunk: Chunk) -> Iterator[tuple[str, int, str, ToolCallDelta | None]]:
+    """What a chunk brings, in order: (kind, number of the call, text, part of a call). kind: "reasoning",
+    "text" or "call"."""
+    if chunk.reasoning:
+        yield "reasoning", 0, chunk.reasoning, None
+    if chunk.text:
+        yield "text", 0, chunk.text, None
+    for delta in chunk.tool_calls:
+        yield "call", delta.index, delta.arguments, delta

@@ -1,84 +1,35 @@
-"""Which path does what. A handler takes the gateway and a request; errors become its API's error objects.
+"""Which path does what: the table of all routes, and the handlers of those that only look.
 
 What does not live here: bodies (`schema`), replies (one module for each API), the listener (`server`).
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pdserve.errors import PdserveError, Unavailable
-from router.http.answer import Answer
-from router.http.body import read
-from router.http.chat import chat_reply
-from router.http.completions import completion_reply
-from router.http.errors import ErrorForm, error_response, internal_error, openai_form
+from pdserve.errors import Unavailable
+from router.http import chat, completions, messages, responses, text_routes
+from router.http.errors import anthropic_form
 from router.http.gateway import Gateway
-from router.http.generation import run
+from router.http.route import Route, json_response
+from router.http.schema import texts
 from router.http.schema.chat import ChatBody
-from router.http.schema.common import Body
 from router.http.schema.completions import CompletionBody
-from router.http.strict_json import dump
-
-log = logging.getLogger(__name__)
-
-Handler = Callable[[Gateway, Request], Awaitable[Response]]
+from router.http.schema.messages import CountBody, MessagesBody
+from router.http.schema.responses import ResponsesBody
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """One path. body: what it takes. form: of its errors. open: served without a credential."""
-
-    path: str
-    handler: Handler
-    summary: str
-    method: str = "GET"
-    body: type[Body] | None = None
-    form: ErrorForm = openai_form
-    open: bool = False
-
-
-def endpoint(gateway: Gateway, route: Route) -> Callable[[Request], Awaitable[Response]]:
-    """The route's handler with its errors caught."""
-
-    async def handle(request: Request) -> Response:
-        try:
-            return await route.handler(gateway, request)
-        except PdserveError as error:
-            return error_response(error, route.form)
-        except Exception:
-            log.exception("an HTTP request failed")
-            return error_response(internal_error(), route.form)
-
-    return handle
-
-
-def json_response(value: Any, status: int = 200) -> Response:
-    """A body of JSON."""
-    return Response(dump(value), status, media_type="application/json")
-
-
-async def _completions(gateway: Gateway, request: Request) -> Response:
-    caller = gateway.caller(request)
-    body = await read(request, CompletionBody)
-    reply = completion_reply(body, gateway.name(body.model))
-    inputs = body.inputs(gateway.label(request, body.user))
-    return Answer(run(gateway.hub, inputs, caller), reply, openai_form)
-
-
-async def _chat(gateway: Gateway, request: Request) -> Response:
-    caller = gateway.caller(request)
-    body = await read(request, ChatBody)
-    reply = chat_reply(body, gateway.name(body.model))
-    source = body.input(gateway.label(request, body.user))
-    return Answer(run(gateway.hub, [source], caller), reply, openai_form)
+def package_version() -> str:
+    """Of pdserve; "0" where it is not installed but lies in the path."""
+    try:
+        return version("pdserve")
+    except PackageNotFoundError:
+        return "0"
 
 
 def _model(gateway: Gateway, name: str) -> dict[str, Any]:
@@ -115,18 +66,48 @@ async def _metrics(gateway: Gateway, request: Request) -> Response:
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
+async def _version(gateway: Gateway, request: Request) -> Response:
+    gateway.caller(request)
+    return json_response({"version": package_version()})
+
+
 ROUTES = (
-    Route(path="/health", handler=_health, summary="Whether the process lives.", open=True),
-    Route(path="/ready", handler=_ready, summary="Whether requests have a path.", open=True),
+    Route(path="/health", handler=_health, summary="Whether the process lives."),
+    Route(path="/ready", handler=_ready, summary="Whether requests have a path."),
     Route(path="/metrics", handler=_metrics, summary="Prometheus metrics."),
+    Route(path="/version", handler=_version, summary="Which pdserve this is."),
     Route(path="/v1/models", handler=_models, summary="The names the model is served under."),
     Route(path="/v1/models/{model_id:path}", handler=_one_model, summary="One of them."),
     Route(
-        path="/v1/completions", handler=_completions, summary="Goes on with texts.", method="POST",
-        body=CompletionBody,
+        path="/v1/completions", handler=completions.handle, summary="Goes on with texts.",
+        method="POST", body=CompletionBody,
     ),
     Route(
-        path="/v1/chat/completions", handler=_chat, summary="Answers a conversation.", method="POST",
-        body=ChatBody,
+        path="/v1/chat/completions", handler=chat.handle, summary="Answers a conversation.",
+        method="POST", body=ChatBody,
+    ),
+    Route(
+        path="/v1/responses", handler=responses.handle, summary="Answers items; nothing is kept.",
+        method="POST", body=ResponsesBody,
+    ),
+    Route(
+        path="/v1/messages", handler=messages.handle, summary="Answers a conversation, in Anthropic's form.",
+        method="POST", body=MessagesBody, form=anthropic_form,
+    ),
+    Route(
+        path="/v1/messages/count_tokens", handler=messages.count, summary="How many tokens it would have.",
+        method="POST", body=CountBody, form=anthropic_form,
+    ),
+    Route(
+        path="/v1/embeddings", handler=text_routes.embed, summary="Vectors of texts.",
+        method="POST", body=texts.EmbedBody,
+    ),
+    Route(
+        path="/tokenize", handler=text_routes.tokenize, summary="Tokens of a text or a chat.",
+        method="POST", body=texts.TokenizeBody,
+    ),
+    Route(
+        path="/detokenize", handler=text_routes.detokenize, summary="The text of tokens.",
+        method="POST", body=texts.DetokenizeBody,
     ),
 )  # fmt: skip

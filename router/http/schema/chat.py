@@ -155,7 +155,6 @@ class ChatBody(SamplingBody):
     audio: None = None
     prediction: None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     def input(self, label: str) -> GenerateInput:
         """This chat as ours. label: the client's own."""
