@@ -16,7 +16,7 @@ from pdserve.errors import PdserveError
 from pdserve.types import Usage
 from router.http.answer import Answer, Reply, sse
 from router.http.body import read
-from router.http.collected import Choice, Whole, reason, stop_reason, usage_json
+from router.http.collected import Choice, SoFar, Whole, reason, stop_reason, usage_json
 from router.http.errors import openai_form
 from router.http.gateway import Gateway
 from router.http.generation import run
@@ -99,6 +99,7 @@ class _Stream:
     def __init__(self, body: ChatBody, model: str) -> None:
         self._body, self._model = body, model
         self._include_usage = body.include_usage()
+        self._so_far = SoFar() if body.counts_always() else None
         self._created = int(time.time())
         self._head: dict[str, Any] = {}
         self._usage = _NO_USAGE
@@ -107,6 +108,8 @@ class _Stream:
 
     def feed(self, prompt: int, event: StreamEvent) -> bytes:
         """See Reply."""
+        if self._so_far is not None:
+            self._so_far.add(event)
         match event:
             case Chunk():
                 return self._chunk(event)
@@ -155,7 +158,8 @@ class _Stream:
 
     def _send(self, index: int, delta: dict[str, Any], more: dict[str, Any]) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
-        return sse({**self._head, "choices": [choice]})
+        counts = {} if self._so_far is None else {"usage": self._so_far.json()}
+        return sse({**self._head, "choices": [choice], **counts})
 
     def finish(self) -> bytes:
         """See Reply."""

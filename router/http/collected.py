@@ -102,6 +102,24 @@ class Whole(ABC):
         """The whole body; all events have come."""
 
 
+class SoFar:
+    """Token counts of a stream under way."""
+
+    def __init__(self) -> None:
+        self._prompt = self._completion = 0
+
+    def add(self, event: StreamEvent) -> None:
+        """Takes the next event."""
+        if isinstance(event, Chunk):
+            self._completion += len(event.token_ids)
+        elif isinstance(event, Admitted):
+            self._prompt += event.prompt_tokens
+
+    def json(self) -> dict[str, Any]:
+        """As in a usage chunk."""
+        return usage_json(Usage(prompt_tokens=self._prompt, completion_tokens=self._completion))
+
+
 def sum_usage(all_of_them: list[Usage]) -> Usage:
     """Counts of several prompts together."""
     return Usage(

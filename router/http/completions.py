@@ -16,7 +16,7 @@ from pdserve.errors import PdserveError
 from pdserve.types import TokenLogprob, Usage
 from router.http.answer import Answer, Reply, sse
 from router.http.body import read
-from router.http.collected import Choice, Collected, Whole, reason, stop_reason, sum_usage, usage_json
+from router.http.collected import Choice, Collected, SoFar, Whole, reason, stop_reason, sum_usage, usage_json
 from router.http.errors import openai_form
 from router.http.gateway import Gateway
 from router.http.generation import run
@@ -86,6 +86,7 @@ class _Stream:
     def __init__(self, body: CompletionBody, model: str) -> None:
         self._body, self._model, self._n = body, model, body.n or 1
         self._include_usage = body.include_usage()
+        self._so_far = SoFar() if body.counts_always() else None
         self._created = int(time.time())
         self._head: dict[str, Any] = {}
         self._usages: list[Usage] = []
@@ -93,6 +94,8 @@ class _Stream:
 
     def feed(self, prompt: int, event: StreamEvent) -> bytes:
         """See Reply."""
+        if self._so_far is not None:
+            self._so_far.add(event)
         match event:
             case Chunk():
                 return self._chunk(prompt * self._n + event.choice, event)
@@ -143,7 +146,8 @@ class _Stream:
         return self._send(choice)
 
     def _send(self, choice: dict[str, Any]) -> bytes:
-        return sse({**self._head, "choices": [choice]})
+        counts = {} if self._so_far is None else {"usage": self._so_far.json()}
+        return sse({**self._head, "choices": [choice], **counts})
 
     def finish(self) -> bytes:
         """See Reply."""

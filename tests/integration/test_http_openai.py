@@ -52,6 +52,21 @@ async def test_a_streamed_completion_joins_to_the_whole_one(api: Served) -> None
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+async def test_counts_so_far_come_with_every_chunk_if_asked_for(api: Served) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with api.openai() as client:
+        stream = await client.completions.create(
+            model="bytes",
+            prompt="once",
+            max_tokens=9,
+            stream=True,
+            stream_options=options,  # type: ignore[arg-type]
+        )
+        counts = [chunk.usage.completion_tokens async for chunk in stream if chunk.usage]
+    assert counts == sorted(counts)
+    assert (counts[0] >= 1, counts[-1]) == (True, 9)
+
+
 async def test_prompts_come_as_lists_of_texts_and_of_ids(api: Served) -> None:
     async with api.openai() as client:
         texts = await client.completions.create(model="bytes", prompt=["one", "two"], max_tokens=5)

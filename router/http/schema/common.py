@@ -22,10 +22,11 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """include_usage: one more chunk at the end, with the token counts."""
+    """include_usage: one more chunk at the end, with the token counts. continuous_usage_stats: counts so far
+    in every chunk, as vLLM has it."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
@@ -99,6 +100,10 @@ class SamplingBody(Body):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest.field("stream_options", "is for streams; send stream: true, too.")
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def counts_always(self) -> bool:
+        """Whether each chunk of a stream has the token counts so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def sampling(self, *, max_tokens: int, logprobs: int | None) -> SamplingInput:
         """These fields as ours. Raises InvalidRequest for what can not be said in one request."""
