@@ -6,9 +6,14 @@ masks, which workers make. Nothing heavy is loaded before the first grammar.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pdserve.structured.store import GrammarStore
 from pdserve.tokenizer.encode import Tokenizer
 from pdserve.types import Grammar
+
+if TYPE_CHECKING:
+    from pdserve.structured.compiler import Compiler
 
 _ENTRY_BYTES = 1024
 """Only the verdict is kept."""
@@ -20,6 +25,7 @@ class GrammarCheck:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._store: GrammarStore[bool] | None = None
+        self._compiler: Compiler | None = None
 
     async def check(self, tenant: str, grammar: Grammar | None) -> None:
         """Waits until the tenant's grammar is known to be good; at once where there is none.
@@ -33,7 +39,16 @@ class GrammarCheck:
         await self._store.get(tenant, grammar)
 
     def _made(self) -> GrammarStore[bool]:
+        return GrammarStore(self._compile, lambda _: _ENTRY_BYTES, prepare=self._prepare)
+
+    def _prepare(self) -> None:
         from pdserve.structured.compiler import Compiler
 
         compiler = Compiler(lambda: self._tokenizer)
-        return GrammarStore(lambda grammar: bool(compiler(grammar)), lambda _: _ENTRY_BYTES)
+        compiler.prepare()
+        self._compiler = compiler
+
+    def _compile(self, grammar: Grammar) -> bool:
+        assert self._compiler is not None
+        self._compiler(grammar)
+        return True

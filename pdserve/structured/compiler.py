@@ -1,8 +1,7 @@
-"""A compiler for one model: its vocabulary, made at the first grammar, and `compile` over it."""
+"""A compiler for one model: its vocabulary, made once, and `compile` over it."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 from llguidance import LLTokenizer
@@ -14,17 +13,18 @@ from pdserve.types import Grammar
 
 
 class Compiler:
-    """Compiles grammars for one model. May be called from several threads."""
+    """Compiles grammars for one model. Once prepared it may be called from several threads."""
 
     def __init__(self, tokenizer: Callable[[], Tokenizer]) -> None:
-        """tokenizer: called once, at the first grammar."""
+        """tokenizer: called by `prepare`."""
         self._tokenizer = tokenizer
         self._vocabulary: LLTokenizer | None = None
-        self._making = threading.Lock()
+
+    def prepare(self) -> None:
+        """Makes the vocabulary. Raises UnsupportedFeature where the model can not follow a grammar."""
+        self._vocabulary = load_vocabulary(self._tokenizer())
 
     def __call__(self, grammar: Grammar) -> Compiled:
-        """Raises Refused, or UnsupportedFeature where the model can not follow a grammar."""
-        with self._making:
-            if self._vocabulary is None:
-                self._vocabulary = load_vocabulary(self._tokenizer())
+        """Raises Refused."""
+        assert self._vocabulary is not None
         return compile_grammar(self._vocabulary, grammar)

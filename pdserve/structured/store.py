@@ -7,6 +7,7 @@ waits. What does not: compiling (`compile`), what is kept (`cache`).
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -15,19 +16,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from pdserve.errors import Overloaded, PdserveError
+from pdserve.errors import InternalError, Overloaded, PdserveError
 from pdserve.structured.cache import CacheKey, CacheLimits, GrammarCache
 from pdserve.structured.refusal import Refused, check_size, invalid
 from pdserve.types import Grammar
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
+U = TypeVar("U")
 
 COMPILE_S = 2.0
 """A request whose grammar takes longer ends (security.md, section 6)."""
 MAX_WAITING = 16
 """Grammars of one tenant that may wait for their turn."""
 NUM_THREADS = 4
-NICE = 10
+NICE = 5
 """Compiling gives way to steps and to the event loop."""
 STACK_BYTES = 256 << 20
 """llguidance follows chains of rules by recursion, some 10 KB a rule: the longest that 64 KB of text can hold
@@ -51,12 +54,16 @@ class GrammarStore(Generic[T]):
         compile_one: Callable[[Grammar], T],
         size_bytes: Callable[[Grammar], int],
         *,
+        prepare: Callable[[], None] = lambda: None,
         limits: CacheLimits | None = None,
         compile_s: float = COMPILE_S,
     ) -> None:
-        """compile_one: raises Refused, or a PdserveError. size_bytes: of what is made. compile_s: how long a
-        request waits from the start of its compile."""
+        """compile_one: raises Refused, or a PdserveError. size_bytes: of what is made. prepare: called once,
+        in a thread too, before the first compile and outside of its time. compile_s: how long a request waits
+        from the start of its compile."""
         self._compile_one, self._size_bytes, self._compile_s = compile_one, size_bytes, compile_s
+        self._prepare = prepare
+        self._prepared: asyncio.Future[None] | None = None
         self._cache: GrammarCache[T | Refused] = GrammarCache(limits or CacheLimits())
         self._jobs: dict[CacheKey, asyncio.Future[T]] = {}
         self._lines: dict[str, _Line] = {}
@@ -99,12 +106,18 @@ class GrammarStore(Generic[T]):
     async def _run(self, key: CacheKey, grammar: Grammar, line: _Line, job: asyncio.Future[T]) -> None:
         try:
             async with line.turn, self._free:
-                work = asyncio.wrap_future(self._submit(grammar))
+                await self._ready()
+                work = asyncio.wrap_future(self._submit(lambda: self._compile_one(grammar)))
                 await asyncio.wait({work}, timeout=self._compile_s)
                 if not work.done():  # the tenant's next one waits for the thread all the same
-                    job.set_exception(invalid(f"it takes more than {self._compile_s:g} s to compile."))
+                    _fail(job, invalid(f"it takes more than {self._compile_s:g} s to compile."))
                 await asyncio.wait({work})
             self._done(key, grammar, work, job)
+        except PdserveError as error:  # not the grammar's fault: the next one may have more luck
+            _fail(job, error)
+        except Exception:
+            log.exception("compiling a grammar failed")
+            _fail(job, InternalError("Compiling the grammar failed."))
         finally:
             job.cancel()  # without effect where there is an answer
             del self._jobs[key]
@@ -113,29 +126,36 @@ class GrammarStore(Generic[T]):
                 del self._lines[key.tenant]
 
     def _done(self, key: CacheKey, grammar: Grammar, work: asyncio.Future[T], job: asyncio.Future[T]) -> None:
+        size = self._size_bytes(grammar)
         try:
-            made: T | Refused = work.result()
+            made = work.result()
         except Refused as refused:
-            made = Refused(str(refused))
-            answer: PdserveError | None = invalid(str(refused))
-        except PdserveError as error:  # not the grammar's fault: the next one may have more luck
-            if not job.done():
-                job.set_exception(error)
+            self._cache.put(key, Refused(str(refused)), size)
+            _fail(job, invalid(str(refused)))
             return
-        else:
-            answer = None
-        self._cache.put(key, made, self._size_bytes(grammar))
+        self._cache.put(key, made, size)
         if not job.done():
-            job.set_exception(answer) if answer is not None else job.set_result(work.result())
+            job.set_result(made)
 
-    def _submit(self, grammar: Grammar) -> Future[T]:
-        """Starts a compile now; a thread that this makes has a large stack."""
+    async def _ready(self) -> None:
+        """Raises what `prepare` raised."""
+        if self._prepared is None:
+            self._prepared = asyncio.wrap_future(self._submit(self._prepare))
+        await asyncio.shield(self._prepared)
+
+    def _submit(self, work: Callable[[], U]) -> Future[U]:
+        """Starts work now; a thread that this makes has a large stack."""
         with _making:
             usual = threading.stack_size(STACK_BYTES)
             try:
-                return self._pool.submit(self._compile_one, grammar)
+                return self._pool.submit(work)
             finally:
                 threading.stack_size(usual)
+
+
+def _fail(job: asyncio.Future[T], error: PdserveError) -> None:
+    if not job.done():
+        job.set_exception(error)
 
 
 def _give_way() -> None:

@@ -33,8 +33,9 @@ class WorkerGrammars:
         if grammar is None:
             return nullcontext()
         if self._store is None:
+            compiler = Compiler(lambda: Tokenizer(self._bundle))
             self._store = GrammarStore(
-                Compiler(lambda: Tokenizer(self._bundle)), size_bytes, compile_s=WORKER_COMPILE_S
+                compiler, size_bytes, prepare=compiler.prepare, compile_s=WORKER_COMPILE_S
             )
         return self.masks.pinned(grammar, await self._store.get(tenant, grammar))
 

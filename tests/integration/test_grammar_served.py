@@ -116,11 +116,11 @@ def test_hostile_grammars_end_with_a_type_while_a_plain_request_goes_on(stack: S
         error = ended[name]
         assert isinstance(error, InvalidRequest), (name, error)
         assert error.violations[0].field == "sampling.grammar"
-    assert isinstance(ended["huge enum"], Result)
-    assert isinstance(ended["exponential"], Result)
+    for name in ("huge enum", "exponential"):
+        assert isinstance(ended[name], Result) or "s to compile" in str(ended[name])
     for error in ended.values():
         if isinstance(error, PdserveError):
-            assert error.label in ("invalid_request", "overloaded", "internal"), error
+            assert error.label in ("invalid_request", "overloaded"), error
             assert not re.search(r"0x[0-9a-f]{6}|/home|/tmp|\.py|\.rs|Traceback|panic", str(error)), error
     stack.until_idle()
     with stack.client() as client:
@@ -133,6 +133,6 @@ def test_what_can_not_go_with_a_grammar_is_refused(stack: Stack) -> None:
 
 
 def test_a_grammar_that_forbids_what_other_fields_ask_for_fails_its_request_alone(stack: Stack) -> None:
-    with stack.client() as client, pytest.raises(PdserveError, match="no token is possible"):
+    with stack.client() as client, pytest.raises(InvalidRequest, match="no token is possible"):
         client.generate(PROMPT, choice=["yes"], min_tokens=20, max_tokens=30).result()
     assert _answer(stack, 1, choice=["yes"]).text == "yes"

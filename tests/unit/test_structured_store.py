@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.errors import InvalidRequest, Overloaded, UnsupportedFeature
+from pdserve.errors import InternalError, InvalidRequest, Overloaded, UnsupportedFeature
 from pdserve.structured.cache import CacheKey, CacheLimits, GrammarCache
 from pdserve.structured.refusal import Refused
 from pdserve.structured.store import MAX_WAITING, GrammarStore
@@ -38,6 +38,8 @@ class Gated:
         self.calls.append(grammar.text)
         if "bad" in grammar.text:
             raise Refused("it is bad.")
+        if "broken" in grammar.text:
+            raise RuntimeError
         if "none" in grammar.text:
             raise UnsupportedFeature("not here")
         return grammar.text.upper()
@@ -80,6 +82,8 @@ def test_a_refusal_is_kept_but_no_fault_of_ours() -> None:
             with pytest.raises(UnsupportedFeature):
                 await store.get("a", _grammar("none"))
         assert gated.calls == ["bad", "none", "none"]
+        with pytest.raises(InternalError):
+            await store.get("a", _grammar("broken"))
 
     _run(test)
 
@@ -98,6 +102,37 @@ def test_a_slow_compile_ends_its_request_and_holds_up_its_own_tenant_only() -> N
         assert gated.calls == ["quick", "slow", "quick"]
 
     _run(test, compile_s=0.01)
+
+
+def test_what_is_prepared_is_so_once_and_outside_of_the_time() -> None:
+    async def main() -> None:
+        gate, prepared, gated = threading.Event(), [], Gated()
+
+        def prepare() -> None:
+            prepared.append(gate.wait(LIMIT_S))
+
+        store: GrammarStore[str] = GrammarStore(gated, lambda _: 1, prepare=prepare, compile_s=LIMIT_S)
+        asked = [asyncio.create_task(store.get(tenant, _grammar("x"))) for tenant in "ab"]
+        asyncio.get_running_loop().call_soon(gate.set)
+        assert await asyncio.gather(*asked) == ["X", "X"]
+        assert prepared == [True]
+        store.close()
+
+    asyncio.run(main())
+
+
+def test_a_model_that_can_not_follow_grammars_says_so_each_time() -> None:
+    async def main() -> None:
+        def prepare() -> None:
+            raise UnsupportedFeature("no end token")
+
+        store: GrammarStore[str] = GrammarStore(Gated(), lambda _: 1, prepare=prepare)
+        for _ in range(2):
+            with pytest.raises(UnsupportedFeature, match="no end token"):
+                await store.get("a", _grammar("x"))
+        store.close()
+
+    asyncio.run(main())
 
 
 def test_a_tenants_line_is_bounded() -> None:
