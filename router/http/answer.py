@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Protocol
 
@@ -22,6 +22,8 @@ from router.http.generation import Numbered
 from router.http.strict_json import dump
 
 log = logging.getLogger(__name__)
+
+_MARK = "\x00 text \x00"
 
 
 class Reply(Protocol):
@@ -117,3 +119,15 @@ async def _gone(receive: Receive) -> None:
 def sse(value: object) -> bytes:
     """One server-sent event of OpenAI's kind."""
     return b"data: " + dump(value) + b"\n\n"
+
+
+class PlainText:
+    """Events that differ only in one text: what stands around it is written once. Most tokens are such."""
+
+    def __init__(self, around: Callable[[str], bytes]) -> None:
+        """around: the whole event with a text."""
+        self._before, self._after = around(_MARK).split(dump(_MARK), 1)
+
+    def event(self, text: str) -> bytes:
+        """The event with this text."""
+        return self._before + dump(text) + self._after

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from pdserve.api import Admitted, ChoiceEnd, Chunk, End, PromptInfo, StreamEvent, ToolCall, ToolCallDelta
 from pdserve.errors import PdserveError
 from pdserve.types import Usage
-from router.http.answer import Answer, Reply, sse
+from router.http.answer import Answer, PlainText, Reply, sse
 from router.http.body import read
 from router.http.collected import Choice, SoFar, Whole, reason, stop_reason, usage_json
 from router.http.errors import openai_form
@@ -105,6 +105,7 @@ class _Stream:
         self._usage = _NO_USAGE
         self._begun: set[int] = set()
         self._called: set[int] = set()
+        self._plain: dict[int, PlainText] = {}
 
     def feed(self, prompt: int, event: StreamEvent) -> bytes:
         """See Reply."""
@@ -127,6 +128,9 @@ class _Stream:
         return b""
 
     def _chunk(self, event: Chunk) -> bytes:
+        plain = self._plain.get(event.choice)
+        if plain and event.text and not (event.reasoning or event.tool_calls or event.logprobs):
+            return plain.event(event.text)
         delta: dict[str, Any] = {"content": event.text} if event.text else {}
         if event.reasoning:
             delta["reasoning"] = event.reasoning
@@ -146,6 +150,8 @@ class _Stream:
         if choice in self._begun:
             return b""
         self._begun.add(choice)
+        if self._so_far is None and not self._body.return_token_ids:
+            self._plain[choice] = PlainText(lambda text: self._send(choice, {"content": text}, {}))
         return self._send(choice, {"role": "assistant", "content": ""}, {})
 
     def _prompt(self, event: PromptInfo) -> bytes:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from pdserve.api import Admitted, ChoiceEnd, Chunk, End, PromptInfo, StreamEvent
 from pdserve.errors import PdserveError
 from pdserve.types import TokenLogprob, Usage
-from router.http.answer import Answer, Reply, sse
+from router.http.answer import Answer, PlainText, Reply, sse
 from router.http.body import read
 from router.http.collected import Choice, Collected, SoFar, Whole, reason, stop_reason, sum_usage, usage_json
 from router.http.errors import openai_form
@@ -91,6 +91,7 @@ class _Stream:
         self._head: dict[str, Any] = {}
         self._usages: list[Usage] = []
         self._offsets: dict[int, int] = {}
+        self._plain: dict[int, PlainText] = {}
 
     def feed(self, prompt: int, event: StreamEvent) -> bytes:
         """See Reply."""
@@ -110,6 +111,8 @@ class _Stream:
         return b""
 
     def _chunk(self, index: int, event: Chunk) -> bytes:
+        if not (event.logprobs or self._body.return_token_ids or self._so_far):
+            return self._text(index, event.text) if event.text else b""
         if not (event.text or event.logprobs or self._body.return_token_ids):
             return b""
         choice: dict[str, Any] = {"index": index, "text": event.text, "logprobs": None, "finish_reason": None}
@@ -125,6 +128,12 @@ class _Stream:
         made = of_completion(tokens, self._offsets.get(index, 0), first=first)
         self._offsets[index] = made["text_offset"][-1] + len(made["tokens"][-1])
         return made
+
+    def _text(self, index: int, text: str) -> bytes:
+        if index not in self._plain:
+            choice = {"index": index, "logprobs": None, "finish_reason": None}
+            self._plain[index] = PlainText(lambda text: self._send({**choice, "text": text}))
+        return self._plain[index].event(text)
 
     def _end(self, index: int, event: ChoiceEnd) -> bytes:
         told = {"finish_reason": reason(event), "stop_reason": stop_reason(event)}

@@ -34,11 +34,11 @@ class Served:
 
     def openai(self, **options: Any) -> AsyncOpenAI:
         """OpenAI's client; it retries nothing unless asked to."""
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", **{"max_retries": 0, **options})
+        return AsyncOpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **options})
 
     def anthropic(self, **options: Any) -> AsyncAnthropic:
         """Anthropic's client; it retries nothing unless asked to."""
-        return AsyncAnthropic(base_url=self.url, api_key="none", **{"max_retries": 0, **options})
+        return AsyncAnthropic(base_url=self.url, **{"api_key": "none", "max_retries": 0, **options})
 
     async def post(self, path: str, body: Any) -> httpx2.Response:
         return await self.http.post(path, json=body)
