@@ -231,6 +231,15 @@ async def test_vllms_fields_reach_the_hub(api: Served) -> None:
     assert sampling.temperature == 1.0
 
 
+async def test_beams_take_the_place_of_sampling(api: Served) -> None:
+    script = Script(api, *LOGPROBS)
+    body = {"prompt": "x", "n": 3, "use_beam_search": True, "length_penalty": 0.5}
+    assert (await api.post("/v1/completions", body)).status_code == 200
+    (asked,) = script.asked
+    assert (asked.n, asked.beam_width, asked.length_penalty) == (3, 3, 0.5)
+    assert asked.sampling.temperature is None
+
+
 # ---- responses ---------------------------------------------------------------------------------------
 
 

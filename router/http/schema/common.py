@@ -108,8 +108,9 @@ class SamplingBody(Body):
     def sampling(self, *, max_tokens: int, logprobs: int | None) -> SamplingInput:
         """These fields as ours. Raises InvalidRequest for what can not be said in one request."""
         top_k = 0 if self.top_k == -1 else self.top_k  # vLLM's way to say off
+        usual = None if self.use_beam_search else DEFAULT_TEMPERATURE
         return SamplingInput(
-            temperature=DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
+            temperature=usual if self.temperature is None else self.temperature,
             top_k=top_k,
             top_p=self.top_p,
             min_p=self.min_p,
