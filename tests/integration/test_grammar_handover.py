@@ -102,19 +102,8 @@ def test_a_second_try_goes_on_from_the_tokens_sent(
     tokens = streams[CASES[0]]
     forced = tuple(tokens[: len(tokens) // 2])
 
-    async def again() -> list[int]:
-        ask = direct.ask(PROMPT + forced, sampling=_sampling(*CASES[0]), num_forced=len(forced), mode=mode)
-        half = prefill(ask) if mode is HandoverMode.DISAGGREGATED else None
-        call = reserve(ask)
-        call.tokens = list(forced)
-        ended = await call.finish()
-        assert ended.finish is not None, ended
-        if half is not None:
-            await half
-        await call.close()
-        return call.tokens
-
-    assert _run(again) == tokens
+    rest = _run(lambda: _served(direct, *CASES[0], forced=forced, num_forced=len(forced), mode=mode))
+    assert [*forced, *rest] == tokens
 
 
 def test_a_preempted_sequence_goes_on_in_its_grammar(streams: dict[Any, list[int]]) -> None:
