@@ -71,7 +71,8 @@ class CallParser:
 
     def _main(self) -> Machine[None]:
         if self._form.bare:
-            yield from self._skip_space()
+            with suppress(_NoCall):  # so much white space is text, like what follows
+                yield from self._skip_space()
             self._spaces, self._raw = self._raw, []
             if (yield from self._peek()) == "{":
                 yield from self._run()

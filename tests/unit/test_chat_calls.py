@@ -183,6 +183,13 @@ def test_hostile_answers_cost_little(text: str) -> None:
     assert given_out >= len(text) - 60
 
 
+def test_white_space_without_end_before_a_bare_call_is_text() -> None:
+    parser = ChatParser(ChatPlan(form=FORMATS["llama3"], tools=NAMES), "request")
+    text = " " * 100_000 + "x"
+    parts = [parser.feed(text[at : at + 80]) for at in range(0, len(text), 80)]
+    assert joined([*parts, parser.finish()]) == Part(text=text)
+
+
 def test_without_tools_a_call_is_text() -> None:
     text = CASES["qwen"].text
     parser = ChatParser(ChatPlan(think=THINK_TAGS[0]), "request")
