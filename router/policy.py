@@ -49,7 +49,7 @@ class Candidate:
 class Ask:
     """What the policy needs of a request. blocked: decode workers that said they are full, for now.
 
-    pinned: the decode worker that has the prompt's pages; it is taken unless it is gone or full.
+    pinned: the decode worker that has the prompt's pages; taken unless it is gone, full or has failed.
     """
 
     prompt_tokens: int
@@ -83,7 +83,7 @@ def choose(workers: Sequence[Candidate], load: InFlight, ask: Ask, config: Polic
     free = [w for w in decodes if w.incarnation not in ask.blocked]
     if not free:
         return NoChoice(reason="every decode worker is full", waits=True)
-    holder = next((w for w in free if w.incarnation == ask.pinned), None)
+    holder = next((w for w in free if w.incarnation == ask.pinned and w.incarnation not in ask.avoid), None)
     if holder is not None:
         return Choice(decode=holder.record.peer, prefill=None, reason="local: its pages are there")
     short = ask.prompt_tokens < config.local_prefill_threshold

@@ -219,12 +219,14 @@ def test_who_has_the_pages_computes_the_rest_however_loaded() -> None:
     assert choice.reason == "local: its pages are there"
 
 
-def test_who_has_the_pages_but_is_full_or_gone_is_not_waited_for() -> None:
+def test_who_has_the_pages_but_is_full_gone_or_failed_is_not_waited_for() -> None:
     gone = worker("d1", Role.DECODE, usable=False)
     full = Ask(prompt_tokens=500, pinned=D1.incarnation, blocked=frozenset({D1.incarnation}))
+    failed = Ask(prompt_tokens=500, pinned=D1.incarnation, avoid=frozenset({D1.incarnation}))
     for workers, ask in (
         ((P0, D0, D1), full),
         ((P0, D0, gone), Ask(prompt_tokens=500, pinned=D1.incarnation)),
+        ((P0, D0, D1), failed),
     ):
         _, choice = Dispatch(*workers).go(500, ask)
         assert (choice.decode, choice.prefill) == (D0.record.peer, P0.record.peer)
