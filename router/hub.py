@@ -111,7 +111,7 @@ class Hub:
                     outcome = event.finish_reason if isinstance(event, End) else outcome
                     yield event
                     if isinstance(event, Admitted) and (source.echo or source.prompt_logprobs is not None):
-                        yield await prompt_info(job, source, self.evaluator)
+                        yield await job.beside(prompt_info(job, source, self.evaluator))
         except PdserveError as error:
             outcome, failed = error.label, error
             raise

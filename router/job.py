@@ -5,10 +5,12 @@ Not here: what runs a request has (`choices`, `beam_stream`), one run (`request`
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from pdserve.api import Explanation, StreamEvent
 from pdserve.errors import PdserveError
@@ -21,6 +23,8 @@ from router.output import Output
 from router.request import RequestRun, Services, Shared
 from router.request_state import Phase
 from router.validate import ValidRequest
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +56,14 @@ class Job:
         self._choice_ids: tuple[str, ...] = ()
         self._num_runs = 0
         self._aborted: ev.AbortAsked | None = None
+        self._work: asyncio.Future[Any] | None = None
 
     def start(
         self, request: ValidRequest, *, choice: int = 0, pinned: PeerRef | None = None, remember: bool = True
     ) -> RequestRun:
         """Another run, to be given to `stream`. pinned: the decode worker that should compute it. remember:
         whether it can be explained by an id of its own. Raises what the request was aborted with."""
-        if self._aborted is not None:
-            raise error_from_label(self._aborted.label, self._aborted.message)
+        self._check_aborted()
         number, self._num_runs = self._num_runs, self._num_runs + 1
         run = RequestRun(
             self._services, f"{self.request_id}-{number}" if number else self.request_id, request,
@@ -69,7 +73,6 @@ class Job:
             self._first = run
         elif remember:
             self._choice_ids += (run.request_id,)
-        self._live[run.request_id] = self._watched.runs[run.request_id] = run
         return run
 
     def output(self, request: ValidRequest, choice: int) -> Output:
@@ -82,7 +85,12 @@ class Job:
         return Output(request, text, self.model.spelled, choice=choice)
 
     async def stream(self, run: RequestRun) -> AsyncIterator[StreamEvent]:
-        """A run's events; closing it cancels the run. Raises what it ends in."""
+        """A run's events; closing it cancels the run. Raises what it ends in.
+
+        Only from here on it is known: whoever was to read it may have been cancelled before.
+        """
+        self._check_aborted()
+        self._live[run.request_id] = self._watched.runs[run.request_id] = run
         try:
             async with aclosing(run.stream()) as events:  # type: ignore[type-var]
                 async for event in events:
@@ -92,11 +100,30 @@ class Job:
             if run.request_id in self._choice_ids:
                 self._watched.explained.put(self.tenant, run.explain())
 
+    async def beside(self, work: Coroutine[Any, Any, T]) -> T:
+        """Work besides the runs, which an abort ends too. Raises what the request was aborted with."""
+        task: asyncio.Future[T] = asyncio.ensure_future(work)
+        self._work = task
+        try:
+            return await task
+        except asyncio.CancelledError:
+            self._check_aborted()
+            raise
+        finally:
+            task.cancel()
+            self._work = None
+
     def abort(self, event: ev.AbortAsked) -> None:
         """Ends all runs, and lets none begin."""
         self._aborted = event
         for run in tuple(self._live.values()):
             run.apply(event)
+        if self._work is not None:
+            self._work.cancel()
+
+    def _check_aborted(self) -> None:
+        if self._aborted is not None:
+            raise error_from_label(self._aborted.label, self._aborted.message)
 
     async def explain(self) -> Explanation:
         """Where it is now: its first choice, and whether others go on."""

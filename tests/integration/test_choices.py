@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 
+from pdserve.api import Admitted, Chunk, GenerateInput
 from pdserve.client import AsyncClient
 from pdserve.errors import Cancelled, InternalError, InvalidRequest
 from pdserve.messages import Outcome, Refusal, Refused, Reserve, Token
@@ -211,6 +213,32 @@ async def test_a_choice_that_fails_fails_the_request_and_ends_the_others() -> No
         assert stream.request_id is not None
         found = await running.client.explain(stream.request_id)
         assert (found.state, found.outcome) == ("done", "internal")
+
+
+async def test_choices_that_never_began_are_forgotten_when_the_first_one_fails() -> None:
+    decode, prefill = pair()
+
+    async def script(call: Reserve) -> AsyncIterator[convert.DecodeEvent]:
+        async for event in decode.decode(call):
+            yield event
+            if isinstance(event, Token):
+                yield decode.ended(call, len(call.token_ids) + 1, label="internal")
+                return
+
+    decode.decode_script = script
+    async with fleet(decode, prefill) as running, asyncio.timeout(10):
+        hub, name = running.router.hub, ""
+        async with aclosing(hub.generate(GenerateInput(token_ids=PROMPT, n=3))) as events:  # type: ignore[type-var]
+            async for event in events:
+                name = event.request_id if isinstance(event, Admitted) else name
+                if isinstance(event, Chunk):
+                    break
+            while hub.status().running:  # this reader is slow: the failure waits for it
+                await running.client.explain(name)
+            with pytest.raises(InternalError):
+                await anext(events)
+        assert (hub.status().queued, hub.status().running) == (0, 0)
+        assert len(decode.reserves) == 1
 
 
 async def test_a_request_is_explained_with_its_choices() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pdserve.api import Embeddings, EmbedInput
-from pdserve.errors import Draining, InternalError, Overloaded, PdserveError, Unavailable
-from pdserve.messages import Evaluate, Evaluated
+from pdserve.errors import Cancelled, Draining, InternalError, Overloaded, PdserveError, Unavailable
+from pdserve.messages import Evaluate, Evaluated, Outcome
 from pdserve.rpc import convert
 from pdserve.rpc.v1 import evaluate_pb2, evaluate_pb2_grpc
 from pdserve.types import Role
@@ -148,6 +148,21 @@ async def test_a_cancel_reaches_the_worker_and_load_is_counted_meanwhile() -> No
         assert (loads["d"], status.running) == (0, 1)
         asking.cancel()
         await until(prefill.cancelled)
+        assert running.router.hub.status().running == 0
+
+
+async def test_an_abort_ends_a_request_whose_prompt_is_being_computed() -> None:
+    prefill, decode = workers()
+    prefill.waits()
+    async with fleet(prefill, decode) as running, asyncio.timeout(LIMIT_S):
+        stream = running.client.generate(token_ids=(7,) * 30, prompt_logprobs=0, max_tokens=2)
+        asking = asyncio.ensure_future(stream.result())
+        await prefill.asked.wait()
+        (name,) = running.router.hub._jobs
+        assert running.router.hub.abort(name) is Outcome.STOPPING
+        with pytest.raises(Cancelled):
+            await asking
+        await prefill.cancelled.wait()
         assert running.router.hub.status().running == 0
 
 
