@@ -26,7 +26,7 @@ async def beams(job: Job) -> AsyncIterator[StreamEvent]:
         length_penalty=wanted.length_penalty, min_tokens=request.sampling.min_tokens,
     )  # fmt: skip
     pinned: PeerRef | None = None
-    ends: list[End] = []
+    whole: End | None = None
     while not search.done:
         async with Merged(job) as merged:
             runs = [
@@ -40,7 +40,7 @@ async def beams(job: Job) -> AsyncIterator[StreamEvent]:
                 if isinstance(event, Chunk):
                     chunks[run.request_id] = event
                 elif isinstance(event, End):
-                    ends.append(event)
+                    whole = event if whole is None else summed((whole, event))
                 elif isinstance(event, Admitted) and run.request_id == job.request_id:
                     yield event
         pinned = runs[0].decode_worker
@@ -50,7 +50,8 @@ async def beams(job: Job) -> AsyncIterator[StreamEvent]:
         chunk, choice_end = _told(job, ended, number)
         yield chunk
         yield choice_end
-    yield _end(ends, best)
+    assert whole is not None
+    yield _end(whole, best)
 
 
 def _expansion(request: ValidRequest, beam: Beam, search: BeamSearch) -> ValidRequest:
@@ -75,7 +76,6 @@ def _told(job: Job, ended: EndedBeam, number: int) -> tuple[Chunk, ChoiceEnd]:
     return out.take(), replace(out.end(ended.finish), cumulative_logprob=ended.beam.total)
 
 
-def _end(ends: Sequence[End], best: Sequence[EndedBeam]) -> End:
-    whole = summed(ends)
+def _end(whole: End, best: Sequence[EndedBeam]) -> End:
     usage = replace(whole.usage, completion_tokens=sum(len(entry.beam.tokens) for entry in best))
     return replace(whole, finish_reason=best[0].finish, usage=usage)

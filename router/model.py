@@ -135,6 +135,10 @@ class ServedModel:
         parser = ChatParser(chat, call_key) if shown and chat is not None else None
         return TextStream(IncrementalDecoder(self._tokenizer, shown=shown), matcher, min_tokens, parser)
 
+    async def all_bytes(self, token_ids: Sequence[int]) -> tuple[bytes, ...]:
+        """Each as `token_bytes` gives it."""
+        return await self._off_loop(len(token_ids), lambda: tuple(map(self.token_bytes, token_ids)))
+
     async def all_spelled(self, logprobs: Sequence[TokenLogprob]) -> tuple[TokenLogprob, ...]:
         """Each as `spelled` gives it."""
         size = sum(1 + len(each.top) for each in logprobs)

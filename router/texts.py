@@ -50,7 +50,7 @@ async def tokenize(hub: Hub, source: TokenizeInput) -> Tokenized:
         ids = await model.encode(asked)
     else:
         ids = await model.encode_plain(source.prompt, special_tokens=not source.no_special_tokens)
-    tokens = tuple(map(model.token_bytes, ids))
+    tokens = await model.all_bytes(ids)
     return Tokenized(ids=ids, tokens=tokens, max_context=hub.bounded(model.limits).max_context)
 
 
