@@ -84,6 +84,7 @@ def test_an_answer_conforms_or_not(kind: GrammarKind, text: str, answer: str, co
         (LARK, 'start: %json {"x-guidance": {"lenient": true}}', "x-guidance"),
         (LARK, "start: " + "|".join(['"a" "b"'] * MAX_SYMBOLS), "too big"),
         (GBNF, "root ::= x", "there is no rule x"),
+        (GBNF, 'root ::= "a"{' + "9" * 5000 + "}", "can not stand here"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_followed_is_refused_with_a_sentence(
