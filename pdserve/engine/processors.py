@@ -66,7 +66,7 @@ def _penalise(row_V: FloatRow, params: SamplingParams, history: History) -> None
     if params.repetition_penalty != 1.0:
         seen = np.unique(np.array(history.token_ids, np.int64))
         penalty = np.float32(params.repetition_penalty)
-        with np.errstate(over="ignore", divide="ignore"):  # a tiny one: as far as numbers go
+        with np.errstate(all="ignore"):  # a tiny one, 0 in float32: as far as numbers go
             penalised = np.where(row_V[seen] < 0, row_V[seen] * penalty, row_V[seen] / penalty)
         row_V[seen] = np.nan_to_num(penalised, nan=0.0, posinf=_HIGHEST, neginf=-_HIGHEST)
     if params.presence_penalty or params.frequency_penalty:

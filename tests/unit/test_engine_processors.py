@@ -49,6 +49,14 @@ PARAMS = st.builds(
 )
 
 
+def test_a_penalty_that_float32_makes_nothing_of_goes_as_far_as_numbers_go() -> None:
+    history = History(token_ids=(0, 1, 2), num_prompt=3)
+    row = np.array([0.0, 2.0, -2.0, 5.0], np.float32)
+    with np.errstate(all="raise"):
+        out = processed(row, SamplingParams(repetition_penalty=0.0), history)
+    assert out.tolist() == [0.0, np.finfo(np.float32).max, 0.0, 5.0]
+
+
 @settings(max_examples=300)
 @given(ROWS, PARAMS, HISTORIES)
 def test_rows_are_processed_as_by_transformers(
