@@ -83,7 +83,7 @@ class GrammarMasks:
         self._live.move_to_end(seq_id)
         new = tokens[len(live.tokens) :]
         if not live.matcher.consume_tokens(list(new)):
-            self._fail(seq_id, _STUCK if "Parser Error: Current row" in live.matcher.get_error() else _LEFT)
+            self._fail(seq_id, _LEFT if "doesn't satisfy" in live.matcher.get_error() else _STUCK)
         live.tokens = tokens
         return live.matcher
 

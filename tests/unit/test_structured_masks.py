@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -98,6 +99,17 @@ def test_a_grammar_that_grows_too_complex_fails_its_sequence_with_a_sentence() -
         pytest.raises(ValueError, match="too complex to go on with"),
     ):
         masks.allowed(step_of(grammar, _ids("x")))
+
+
+def test_tokens_whose_states_are_too_many_are_not_said_to_have_left_the_grammar() -> None:
+    grammar = Grammar(kind=GrammarKind.REGEX, text=r"(.|\n)*a.{0,200}b(.|\n)*")
+    tokens = _ids("".join(random.Random(1).choices("abcdefgh ", k=4000)))
+    masks = _masks()
+    with (
+        masks.pinned(grammar, compiled(grammar.kind, grammar.text)),
+        pytest.raises(ValueError, match="too complex to go on with"),
+    ):
+        masks.allowed(step_of(grammar, tokens))
 
 
 def test_sequences_without_a_grammar_are_not_masked() -> None:
