@@ -62,7 +62,7 @@ async def running(folder: Path) -> AsyncIterator[Running]:
     secret = secrets.token_bytes(32)
     config = WorkerConfig(
         worker_id="w", role=Role.DECODE, model=str(folder), fleet_secret=secret.hex(), dtype="float32",
-        num_pages=96, prefill_chunk_tokens=16, token_budget=32, threads=2,
+        deterministic=True, num_pages=96, prefill_chunk_tokens=16, token_budget=32, threads=2,
     )  # fmt: skip
     host = WorkerHost(config)
     record = await asyncio.to_thread(host.start)

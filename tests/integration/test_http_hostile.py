@@ -142,8 +142,9 @@ def check(answer: httpx2.Response) -> None:
 
 def many(count: int) -> Callable[[Any], Any]:
     return settings(
-        max_examples=count, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
-    )
+        max_examples=count, deadline=None, derandomize=True, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
 
 
 def bombard(running: tuple[httpx2.Client, Served], path: str, count: int) -> None:

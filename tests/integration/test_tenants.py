@@ -52,7 +52,9 @@ def test_a_prompt_of_one_tenant_is_no_prefix_hit_of_another(edge: Edge, stub: St
 
 
 def test_a_request_of_another_tenant_is_as_unknown_as_one_that_never_was(edge: Edge, stub: Stub) -> None:
-    request = pb.GenerateRequest(prompt="count", sampling={"max_tokens": 400, "ignore_eos": True})
+    # Eight choices with log-probabilities: it must not be over before all has been asked of it.
+    long = {"max_tokens": 480, "ignore_eos": True, "logprobs": 20}
+    request = pb.GenerateRequest(prompt="count", sampling=long, n=8)
     call = stub.Generate(request, metadata=edge.of("shop"), timeout=120)
     request_id = next(call).admitted.request_id
 

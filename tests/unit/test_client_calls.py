@@ -234,17 +234,21 @@ def test_an_admitted_request_is_never_made_again(both: Both, server: FakeServer,
     assert len(server.requests) == 1
 
 
-def test_a_retry_ends_with_the_deadline_or_a_cancel(both: Both, server: FakeServer) -> None:
-    server.fail(Overloaded("busy", retry_after_s=0.05))
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+def test_a_retry_ends_with_the_deadline_or_a_cancel(kind: str, server: FakeServer) -> None:
+    """Waits so long that none of them can end by itself meanwhile."""
+    both = Both(kind, server.address, retry=Retry(attempts=3, max_wait_s=300.0))
+    server.fail(Overloaded("busy", retry_after_s=200.0))
     with pytest.raises(Overloaded):
-        both.result("x", deadline_s=0.04)
-    server.fail(Overloaded("busy", retry_after_s=0.09), times=9)
+        both.result("x", deadline_s=100.0)
+    server.fail(Overloaded("busy", retry_after_s=200.0), times=9)
     stream = both.stream("x")
     server.wait_for_calls(2)
     stream.cancel()
     with pytest.raises((Cancelled, Overloaded)):
         both.run(stream.result())
     assert len(server.requests) == 2
+    both.close()
 
 
 def test_a_server_that_says_nothing_is_left_at_the_deadline(
@@ -261,7 +265,7 @@ def test_a_server_that_says_nothing_is_left_at_the_deadline(
     with pytest.raises(DeadlineExpired):
         both.result("x", deadline_s=0.2)
     gate.set()
-    assert len(server.requests) == 1
+    assert len(server.requests) <= 1  # none where all the time was gone before it came there
 
 
 PROMPTS: list[Any] = [

@@ -45,10 +45,10 @@ class Gated:
         return grammar.text.upper()
 
 
-def _run(test: Callable[[Gated, GrammarStore[str]], object], **options: float) -> None:
+def _run(test: Callable[[Gated, GrammarStore[str]], object]) -> None:
     async def main() -> None:
         gated = Gated()
-        store: GrammarStore[str] = GrammarStore(gated, lambda g: len(g.text), **options)  # type: ignore[arg-type]
+        store: GrammarStore[str] = GrammarStore(gated, lambda g: len(g.text))
         try:
             await asyncio.wait_for(test(gated, store), LIMIT_S)  # type: ignore[arg-type]
         finally:
@@ -90,7 +90,7 @@ def test_a_refusal_is_kept_but_no_fault_of_ours() -> None:
 
 def test_a_slow_compile_ends_its_request_and_holds_up_its_own_tenant_only() -> None:
     async def test(gated: Gated, store: GrammarStore[str]) -> None:
-        with pytest.raises(InvalidRequest, match=r"more than 0\.01 s to compile"):
+        with pytest.raises(InvalidRequest, match="more than 2 s to compile"):
             await store.get("a", _grammar("slow"))
         behind = asyncio.create_task(store.get("a", _grammar("quick")))
         assert await store.get("b", _grammar("quick")) == "QUICK"
@@ -101,7 +101,7 @@ def test_a_slow_compile_ends_its_request_and_holds_up_its_own_tenant_only() -> N
         assert await store.get("a", _grammar("slow")) == "SLOW"  # it was compiled meanwhile
         assert gated.calls == ["quick", "slow", "quick"]
 
-    _run(test, compile_s=0.01)
+    _run(test)
 
 
 def test_what_is_prepared_is_so_once_and_outside_of_the_time() -> None:
