@@ -57,6 +57,10 @@ class GrammarKind(StrEnum):
     GBNF = "gbnf"
 
 
+MAX_GRAMMAR_BYTES = 64 << 10
+"""Of a grammar's text, in UTF-8."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
     """What an output must conform to."""

@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING
 
 from pdserve.structured.store import GrammarStore
 from pdserve.tokenizer.encode import Tokenizer
-from pdserve.types import Grammar
+from pdserve.types import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from pdserve.structured.compiler import Compiler
 
 _ENTRY_BYTES = 1024
 """Only the verdict is kept."""
+
+
+def dialect_of(text: str) -> GrammarKind:
+    """vLLM has one field for both dialects of grammars: GBNF writes rules with ::=, Lark with a colon."""
+    return GrammarKind.GBNF if "::=" in text else GrammarKind.LARK
 
 
 class GrammarCheck:

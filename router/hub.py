@@ -124,8 +124,7 @@ class Hub:
         started_at = self._clock.now()
         if wait_s := failpoints.stall_s("tokenise"):
             await asyncio.sleep(wait_s)
-        if self.draining:
-            raise Draining("This router shuts down; send the request again.", retry_after_s=1.0)
+        self._check_open()
         model = self._model()
         target = Target(model=model.name, limits=self.bounded(model.limits), capacity=self.roster.capacity())
         checked = check_fields(source, target, seed=secrets.randbits(64))
@@ -143,6 +142,10 @@ class Hub:
             deadline_at=started_at + limit_s,
         )
         return Job(self._services, model, request, shared, self._watched)
+
+    def _check_open(self) -> None:
+        if self.draining:
+            raise Draining(_SHUT_DOWN.message, retry_after_s=1.0)
 
     def _model(self) -> ServedModel:
         if self.roster.model is None:
@@ -169,8 +172,7 @@ class Hub:
     @contextmanager
     def guest(self) -> Iterator[None]:
         """For a request that is no generation: refused with Draining, or waited for, when we shut down."""
-        if self.draining:
-            raise Draining("This router shuts down; send the request again.", retry_after_s=1.0)
+        self._check_open()
         self._guests += 1
         self._idle.clear()
         try:

@@ -30,7 +30,7 @@ from router.caller import ANONYMOUS, Caller
 from router.evaluate import Text, Told
 from router.hub import Hub
 from router.model import ServedModel
-from router.validate import Target, check_deadline, check_fields, check_figures
+from router.validate import Target, check_deadline, check_fields, check_figures, check_vocabulary
 
 T = TypeVar("T", Embeddings, Scores)
 MAX_INPUTS = 64
@@ -58,7 +58,7 @@ async def detokenize(hub: Hub, token_ids: Sequence[int], model_name: str = "") -
     """The text of token ids, special tokens as they are written. Raises UnknownModel, Unavailable, or
     InvalidRequest for an id outside the vocabulary."""
     model = hub.served(model_name)
-    _check_vocabulary("ids", token_ids, model)
+    check_vocabulary("ids", token_ids, model.limits)
     return await model.decode(token_ids)
 
 
@@ -125,7 +125,7 @@ class _Asker:
             raise InvalidRequest.field(name, "must not be empty; send at least one character or token.")
         if isinstance(value, str):
             value = await self.model.encode_plain(value, special_tokens=alone)
-        _check_vocabulary(name, value, self.model)
+        check_vocabulary(name, value, self.model.limits)
         self.check_length(value, name)
         return value
 
@@ -158,12 +158,6 @@ def _asker(hub: Hub, model_name: str, deadline_s: float, time_left_s: float | No
 def _check_count(name: str, values: Sequence[TextOrTokens]) -> None:
     if not 1 <= len(values) <= MAX_INPUTS:
         raise InvalidRequest.field(name, f"must be 1 to {MAX_INPUTS}.")
-
-
-def _check_vocabulary(name: str, token_ids: Sequence[int], model: ServedModel) -> None:
-    size = model.limits.vocab_size
-    if max(token_ids, default=0) >= size or min(token_ids, default=0) < 0:
-        raise InvalidRequest.field(name, f"ids must be below the vocabulary size, {size}.")
 
 
 def _normalised(vector: tuple[float, ...]) -> tuple[float, ...]:

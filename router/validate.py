@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pdserve.api import GenerateInput, SamplingInput
 from pdserve.chat.parser import ChatPlan
 from pdserve.errors import InvalidRequest, NeverFits, PromptTooLong, UnknownModel, UnsupportedFeature
 from pdserve.types import ModelLimits, SamplingParams
-from router.sampling import number, sampling_params, whole
+from router.sampling import MAX_LOGPROBS, number, sampling_params, whole
 from router.validate_chat import check_chat
 from router.wanted import Wanted, check_wanted
 
@@ -25,7 +26,6 @@ AS_MANY_AS_FIT = 2**32 - 1
 """As max_tokens: to the end of the context, or as many as the largest pool holds."""
 MAX_STOP_TEXTS, MAX_STOP_BYTES = 16, 256
 MAX_PRIORITY = 100
-MAX_PROMPT_LOGPROBS = 20
 MAX_FIGURES = 180_000
 """Log-probabilities in one answer: they fill most of a message of 4 MB."""
 MAX_LABEL_BYTES = 128
@@ -99,6 +99,13 @@ def check_figures(name: str, num_figures: int) -> None:
         )
 
 
+def check_vocabulary(name: str, token_ids: Sequence[int], limits: ModelLimits) -> None:
+    """Raises InvalidRequest for an id that the model does not have."""
+    size = limits.vocab_size
+    if max(token_ids, default=0) >= size or min(token_ids, default=0) < 0:
+        raise InvalidRequest.field(name, f"ids must be below the vocabulary size, {size}.")
+
+
 def check_deadline(deadline_s: float) -> float:
     """Seconds that a request may take, the default for 0. Raises InvalidRequest."""
     return number("deadline_s", deadline_s, 0.0, MAX_DEADLINE_S) or DEFAULT_DEADLINE_S
@@ -120,8 +127,7 @@ def check_prompt(
     limits = target.limits
     if not token_ids:
         raise InvalidRequest.field("prompt", "is empty; send at least one token.")
-    if max(token_ids) >= limits.vocab_size or min(token_ids) < 0:
-        raise InvalidRequest.field("tokens", f"ids must be below the vocabulary size, {limits.vocab_size}.")
+    check_vocabulary("tokens", token_ids, limits)
     source, sampling = checked.source, checked.sampling
     if chat is not None and chat.grammar is not None:
         sampling = replace(sampling, grammar=chat.grammar)
@@ -179,7 +185,7 @@ def _check_input(source: GenerateInput) -> None:
 
 def _check_plain(source: GenerateInput) -> None:
     if source.prompt_logprobs is not None:
-        whole("prompt_logprobs", source.prompt_logprobs, 0, MAX_PROMPT_LOGPROBS)
+        whole("prompt_logprobs", source.prompt_logprobs, 0, MAX_LOGPROBS)
     if number("resume_window_s", source.resume_window_s, 0.0, math.inf) > 0:
         raise UnsupportedFeature.field("resume_window_s", "resuming is not supported yet; send 0.")
     whole("priority", source.priority, -MAX_PRIORITY, MAX_PRIORITY)

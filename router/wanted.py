@@ -5,16 +5,15 @@ What lives here: those fields of a request, checked. What does not: all its othe
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from pdserve.api import GenerateInput, SamplingInput
 from pdserve.errors import InvalidRequest, UnsupportedFeature
 from pdserve.types import ModelLimits
+from router.sampling import MAX_LOGPROBS, number
 
 MAX_CHOICES = 8
 MAX_LENGTH_PENALTY = 10.0
-MAX_ALTERNATIVES = 20
 _NOT_WITH_BEAMS = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "logit_bias", "bad_words", "grammar",
@@ -61,9 +60,7 @@ def _beam_search(source: GenerateInput, n: int, limits: ModelLimits) -> Wanted:
     if source.best_of:
         raise InvalidRequest.field("best_of", "can not be had with beam search; leave one of them out.")
     penalty = 1.0 if source.length_penalty is None else source.length_penalty
-    if not math.isfinite(penalty) or abs(penalty) > MAX_LENGTH_PENALTY:
-        bounds = f"from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
-        raise InvalidRequest.field("length_penalty", f"must be a number {bounds}.")
+    number("length_penalty", penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     _check_plain_search(source, limits)
     return Wanted(n=n, beam_width=source.beam_width, length_penalty=penalty)
 
@@ -78,6 +75,6 @@ def _check_plain_search(source: GenerateInput, limits: ModelLimits) -> None:
         if given:
             raise UnsupportedFeature.field(name, "can not be had with beam search; leave it out.")
     ends = {*asked.stop_token_ids, *(() if asked.ignore_eos else limits.end_token_ids)}
-    if source.beam_width + len(ends) > MAX_ALTERNATIVES:
-        most = MAX_ALTERNATIVES - source.beam_width
+    if source.beam_width + len(ends) > MAX_LOGPROBS:  # a step looks at so many alternatives
+        most = MAX_LOGPROBS - source.beam_width
         raise InvalidRequest.field("sampling.stop_token_ids", f"may be {most} here, the model's included.")

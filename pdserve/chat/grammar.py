@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from pdserve.api import Tool, ToolChoice, ToolMode
 from pdserve.chat.formats import ThinkTags, ToolFormat
 from pdserve.errors import InvalidRequest
-from pdserve.types import Grammar, GrammarKind
+from pdserve.types import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 
 MAX_CALLS = 16
 """Calls that an answer may have at most where one is required."""
-MAX_GRAMMAR_BYTES = 64 << 10
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
 

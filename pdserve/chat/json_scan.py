@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-MAX_DEPTH = 64
+from pdserve.json_depth import MAX_DEPTH
+
 _SPACE = " \t\n\r"
 _HEX = "0123456789abcdefABCDEF"
 _ESCAPES = '"\\/bfnrtu'

@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 from pdserve.errors import InvalidRequest
+from pdserve.json_depth import MAX_DEPTH, is_too_deep
 
 MAX_OBJECT_BYTES = 64 << 10
-MAX_DEPTH = 64
 
 
 def json_object(field: str, text: str) -> dict[str, Any]:
@@ -20,19 +20,10 @@ def json_object(field: str, text: str) -> dict[str, Any]:
         value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         value = None
-    if not isinstance(value, dict) or _depth(value) > MAX_DEPTH:
+    if not isinstance(value, dict) or is_too_deep(value):
         raise InvalidRequest.field(field, f"must be a JSON object, of {MAX_DEPTH} levels at most.")
     return value
 
 
 def _no_constant(name: str) -> float:
     raise ValueError(name)
-
-
-def _depth(value: Any) -> int:
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        inner = (part.values() if isinstance(part, dict) else part for part in level)
-        level = [each for parts in inner for each in parts if isinstance(each, (dict, list))]
-    return depth

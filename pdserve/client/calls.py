@@ -22,6 +22,7 @@ from pdserve.api import (
     TokenizeInput,
 )
 from pdserve.client.chat import Message, ToolLike, message_of, tool_of
+from pdserve.client.request import built
 from pdserve.errors import InvalidRequest
 from pdserve.messages import Outcome
 
@@ -41,13 +42,6 @@ class Call(Generic[T]):
     repeats: bool = True
 
 
-def _built(make: Callable[[], T]) -> T:
-    try:
-        return make()
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise InvalidRequest("A value of the request has a wrong type or is out of range.") from error
-
-
 def _text(value: Text) -> TextOrTokens:
     return value if isinstance(value, str) else tuple(value)
 
@@ -64,7 +58,7 @@ def abort(request_id: str, deadline_s: float) -> Call[Outcome]:
 
     return Call(
         method="Abort",
-        request=_built(lambda: AbortRequest(request_id=request_id)),
+        request=built(lambda: AbortRequest(request_id=request_id)),
         read=lambda answer: outcome_from_pb(answer.outcome),
         deadline_s=deadline_s,
     )
@@ -94,13 +88,13 @@ def tokenize(
             )
         )
 
-    return Call(method="Tokenize", request=_built(make), read=tokenized_from_pb, deadline_s=deadline_s)
+    return Call(method="Tokenize", request=built(make), read=tokenized_from_pb, deadline_s=deadline_s)
 
 
 def detokenize(token_ids: Sequence[int], model: str, deadline_s: float) -> Call[str]:
     from pdserve.rpc.v1.inference_pb2 import DetokenizeRequest
 
-    request = _built(lambda: DetokenizeRequest(model=model, ids=token_ids))
+    request = built(lambda: DetokenizeRequest(model=model, ids=token_ids))
     return Call(method="Detokenize", request=request, read=lambda a: str(a.text), deadline_s=deadline_s)
 
 
@@ -120,7 +114,7 @@ def embed(
             )
         )
 
-    return Call(method="Embed", request=_built(make), read=embeddings_from_pb, deadline_s=deadline_s)
+    return Call(method="Embed", request=built(make), read=embeddings_from_pb, deadline_s=deadline_s)
 
 
 def score(prompt: Text, continuations: Sequence[Text], model: str, deadline_s: float) -> Call[Scores]:
@@ -136,14 +130,14 @@ def score(prompt: Text, continuations: Sequence[Text], model: str, deadline_s: f
             )
         )
 
-    return Call(method="Score", request=_built(make), read=scores_from_pb, deadline_s=deadline_s)
+    return Call(method="Score", request=built(make), read=scores_from_pb, deadline_s=deadline_s)
 
 
 def get_model(model: str, deadline_s: float) -> Call[ModelInfo]:
     from pdserve.rpc.convert import model_info_from_pb
     from pdserve.rpc.v1.inference_pb2 import GetModelRequest
 
-    request = _built(lambda: GetModelRequest(model=model))
+    request = built(lambda: GetModelRequest(model=model))
     return Call(method="GetModel", request=request, read=model_info_from_pb, deadline_s=deadline_s)
 
 
@@ -160,7 +154,7 @@ def explain(request_id: str, deadline_s: float) -> Call[Explanation]:
     from pdserve.rpc.convert import explanation_from_pb
     from pdserve.rpc.v1.inference_pb2 import ExplainRequest
 
-    request = _built(lambda: ExplainRequest(request_id=request_id))
+    request = built(lambda: ExplainRequest(request_id=request_id))
     return Call(method="Explain", request=request, read=explanation_from_pb, deadline_s=deadline_s)
 
 
@@ -170,7 +164,7 @@ def get_experts(worker_id: str, deadline_s: float) -> Call[tuple[ExpertReport, .
 
     return Call(
         method="GetExperts",
-        request=_built(lambda: GetExpertsRequest(worker_id=worker_id)),
+        request=built(lambda: GetExpertsRequest(worker_id=worker_id)),
         read=lambda answer: tuple(map(expert_report_from_pb, answer.reports)),
         deadline_s=deadline_s,
     )
@@ -182,7 +176,7 @@ def rebalance_experts(worker_id: str, deadline_s: float) -> Call[tuple[Rebalance
 
     return Call(
         method="RebalanceExperts",
-        request=_built(lambda: RebalanceExpertsRequest(worker_id=worker_id)),
+        request=built(lambda: RebalanceExpertsRequest(worker_id=worker_id)),
         read=lambda answer: tuple(map(rebalance_answer_from_pb, answer.answers)),
         deadline_s=deadline_s,
         repeats=False,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from pdserve.api import GenerateInput, SamplingInput, ToolChoice
 from pdserve.client.chat import Message, ToolLike, message_of, tool_choice_of, tool_of
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pdserve.rpc.v1 import inference_pb2
     from pdserve.types import Grammar
 
+T = TypeVar("T")
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_DEADLINE_S = 600.0
 CONTROL_TIMEOUT_S = 10.0
@@ -105,9 +106,14 @@ def build(
         raise InvalidRequest.field(unknown[0], "is no option of generate; see GenerateOptions.")
     if options.get("resume_window_s"):
         raise UnsupportedFeature.field("resume_window_s", "resuming is not supported yet; leave it out.")
+    return built(lambda: _build(prompt, messages, token_ids, dict(options)))
+
+
+def built(make: Callable[[], T]) -> T:
+    """What `make` gives. Raises InvalidRequest where a value has a wrong type, or no message can carry it."""
     try:
-        return _build(prompt, messages, token_ids, dict(options))
-    except (TypeError, ValueError, AttributeError) as error:
+        return make()
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise InvalidRequest("A value of the request has a wrong type or is out of range.") from error
 
 
@@ -148,7 +154,4 @@ def to_wire(source: GenerateInput) -> inference_pb2.GenerateRequest:
     """Raises InvalidRequest for values of a wrong type, or that no message can carry (a negative id)."""
     from pdserve.rpc.convert.generate import generate_to_pb
 
-    try:
-        return generate_to_pb(source)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise InvalidRequest("A value of the request has a wrong type or is out of range.") from error
+    return built(lambda: generate_to_pb(source))

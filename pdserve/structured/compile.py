@@ -19,12 +19,11 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
+from pdserve.json_depth import MAX_DEPTH, is_too_deep
 from pdserve.structured.gbnf import GbnfError, to_lark
 from pdserve.structured.refusal import Refused
 from pdserve.types import Grammar, GrammarKind
 
-MAX_DEPTH = 64
-"""Arrays and objects within each other in a JSON schema."""
 MAX_CHOICES = 1024
 MAX_LEXER_STATES = 20_000
 """Of one sequence; about 2 KB each. What needs more ends with an error of its own."""
@@ -43,6 +42,7 @@ NO_FORCING = '%llguidance {"no_forcing": true}\nstart: @answer'
 """Around every grammar: where only one text can follow, any tokens that spell it are allowed."""
 
 _NOT_SCHEMAS = ("enum", "const", "default", "examples")
+_TOO_DEEP = f"its JSON is nested deeper than {MAX_DEPTH}."
 _REMOTE = "refers to another document with $ref; put what it refers to under $defs."
 
 
@@ -135,19 +135,12 @@ def _parsed(text: str) -> Any:
     try:
         value = json.loads(text, parse_constant=_no_constant)
     except RecursionError:
-        raise Refused(f"its JSON is nested deeper than {MAX_DEPTH}.") from None
+        raise Refused(_TOO_DEEP) from None
     except ValueError:
         raise Refused("its text is not JSON.") from None
-    level, depth = [value], 0
-    while level := [inner for outer in level if isinstance(outer, dict | list) for inner in _inner(outer)]:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise Refused(f"its JSON is nested deeper than {MAX_DEPTH}.")
+    if is_too_deep(value):
+        raise Refused(_TOO_DEEP)
     return value
-
-
-def _inner(value: dict[str, Any] | list[Any]) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value
 
 
 def _no_constant(name: str) -> float:

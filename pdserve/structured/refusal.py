@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pdserve.errors import InvalidRequest
-from pdserve.types import Grammar
+from pdserve.types import MAX_GRAMMAR_BYTES, Grammar
 
 FIELD = "sampling.grammar"
-MAX_GRAMMAR_BYTES = 64 << 10
 
 
 class Refused(ValueError):

@@ -12,8 +12,8 @@ import re
 from typing import Any, NoReturn
 
 from pdserve.errors import InvalidRequest
+from pdserve.json_depth import MAX_DEPTH, is_too_deep
 
-MAX_DEPTH = 64
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
@@ -34,7 +34,8 @@ def load(raw: bytes) -> Any:
         raise _too_deep() from None
     except ValueError:
         raise InvalidRequest("The body is not JSON.") from None
-    _check_depth(value)
+    if is_too_deep(value):
+        raise _too_deep()
     return value
 
 
@@ -59,21 +60,6 @@ def _float(text: str) -> float:
     if not math.isfinite(value):
         raise InvalidRequest("The body holds a number that is too large.")
     return value
-
-
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        below: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                below.extend(v for v in item.values() if isinstance(v, dict | list))
-            elif isinstance(item, list):
-                below.extend(v for v in item if isinstance(v, dict | list))
-        if not below:
-            return
-        level = below
-    raise _too_deep()
 
 
 def _too_deep() -> InvalidRequest:

@@ -13,6 +13,7 @@ from pdserve.rpc.oip.v2 import open_inference_pb2 as pb
 
 TEXT_IN, TEXT_OUT, FINISH = "text_input", "text_output", "finish_reason"
 MAX_TEXTS = 64
+MODEL_VERSION = "1"
 _LENGTH = struct.Struct("<I")
 
 
@@ -49,7 +50,9 @@ def _unpacked(data: bytes) -> list[bytes]:
     out: list[bytes] = []
     at = 0
     while at < len(data):
-        if at + _LENGTH.size > len(data) or len(out) > MAX_TEXTS:
+        if len(out) == MAX_TEXTS:
+            raise InvalidRequest.field("raw_input_contents", f"may hold {MAX_TEXTS} texts at most.")
+        if at + _LENGTH.size > len(data):
             raise _broken()
         (length,) = _LENGTH.unpack_from(data, at)
         at += _LENGTH.size
@@ -148,7 +151,7 @@ def response(
     tensors = [tensor(name=name, datatype="BYTES", shape=[len(made)]) for name in wanted]
     return pb.ModelInferResponse(
         model_name=request.model_name,
-        model_version="1",
+        model_version=MODEL_VERSION,
         id=request.id,
         outputs=tensors,
         raw_output_contents=[packed(known[name]) for name in wanted],

@@ -22,10 +22,18 @@ from pdserve.rpc.oip.v2 import open_inference_pb2 as pb
 from pdserve.rpc.oip.v2 import open_inference_pb2_grpc
 from router.caller import CALLER, Caller
 from router.hub import Hub
-from router.neighbours.oip_tensors import FINISH, TEXT_IN, TEXT_OUT, asked, response, texts
+from router.neighbours.oip_tensors import (
+    FINISH,
+    MAX_TEXTS,
+    MODEL_VERSION,
+    TEXT_IN,
+    TEXT_OUT,
+    asked,
+    response,
+    texts,
+)
 
 SERVICE = "inference.GRPCInferenceService"
-MODEL_VERSION = "1"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -104,7 +112,7 @@ class OpenInferenceServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer
         if asked_version not in ("", MODEL_VERSION):
             raise InvalidRequest.field("model_version", f"this server has version {MODEL_VERSION} only.")
 
-    def _sources(self, request: pb.ModelInferRequest, most: int = 64) -> list[GenerateInput]:
+    def _sources(self, request: pb.ModelInferRequest, most: int = MAX_TEXTS) -> list[GenerateInput]:
         """The requests for generation that a message holds. Raises PdserveError."""
         self._check_version(request.model_version)
         prompts = texts(request)

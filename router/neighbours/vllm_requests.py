@@ -8,6 +8,7 @@ from typing import Any
 from pdserve.api import GenerateInput, SamplingInput
 from pdserve.errors import InvalidRequest, UnsupportedFeature
 from pdserve.types import Grammar, GrammarKind
+from router.grammars import dialect_of
 
 VLLM_TEMPERATURE = 1.0
 """What vLLM takes where a request names none; ours would be 0."""
@@ -86,11 +87,6 @@ def _grammar(params: Any) -> Grammar | None:
         case "choice":
             return Grammar(kind=GrammarKind.CHOICE, text=json.dumps(list(params.choice.choices)))
         case "grammar":
-            return Grammar(kind=grammar_kind(params.grammar), text=params.grammar)
+            return Grammar(kind=dialect_of(params.grammar), text=params.grammar)
         case other:
             raise UnsupportedFeature.field(str(other), "is not supported by this server; leave it out.")
-
-
-def grammar_kind(text: str) -> GrammarKind:
-    """vLLM takes both dialects in one field: GBNF writes rules with ::=, Lark with a colon."""
-    return GrammarKind.GBNF if "::=" in text else GrammarKind.LARK

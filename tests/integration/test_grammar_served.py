@@ -16,8 +16,7 @@ from jsonschema import Draft202012Validator
 
 from pdserve.client import GenerateOptions, Grammar, GrammarKind, Result
 from pdserve.errors import InvalidRequest, PdserveError
-from pdserve.structured.refusal import MAX_GRAMMAR_BYTES
-from pdserve.types import FinishReason, Role
+from pdserve.types import MAX_GRAMMAR_BYTES, FinishReason, Role
 from tests.support.stack import Stack
 
 PROMPT = "Write about a city near the sea. Answer:\n"

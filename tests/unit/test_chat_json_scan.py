@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.chat.json_scan import MAX_DEPTH, JsonScanner
+from pdserve.chat.json_scan import JsonScanner
+from pdserve.json_depth import MAX_DEPTH
 
 scalars = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()

@@ -134,6 +134,11 @@ def test_what_can_not_be_asked_is_refused_by_name(options: Any, field: str) -> N
     assert isinstance(caught.value, UnsupportedFeature) == (field == "resume_window_s")
 
 
+def test_a_call_without_a_function_is_refused() -> None:
+    with pytest.raises(InvalidRequest):
+        build(None, [{"role": "assistant", "tool_calls": [{"id": "1"}]}], None, {})
+
+
 def test_options_have_types_that_resolve() -> None:
     assert get_type_hints(GenerateOptions, localns={"Grammar": Grammar})["n"] is int
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import InvalidRequest
-from router.http.strict_json import MAX_DEPTH, dump, load
+from pdserve.json_depth import MAX_DEPTH
+from router.http.strict_json import dump, load
 from tests.support.leaks import leak_in
 
 SUITE = Path(__file__).parents[1] / "data" / "json_parsing.jsonl.gz"

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from pdserve.errors import InvalidRequest
-from pdserve.structured.compile import MAX_DEPTH, MAX_SYMBOLS
-from pdserve.structured.refusal import MAX_GRAMMAR_BYTES, Refused, check_size
+from pdserve.json_depth import MAX_DEPTH
+from pdserve.structured.compile import MAX_SYMBOLS
+from pdserve.structured.refusal import Refused, check_size
 from pdserve.structured.store import STACK_BYTES
-from pdserve.types import Grammar, GrammarKind
+from pdserve.types import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from tests.support.grammar_kit import accepts, compiled, matcher_ids, walk
 
 SCHEMA, REGEX, CHOICE, LARK, GBNF = (

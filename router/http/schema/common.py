@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pdserve.api import SamplingInput
 from pdserve.errors import InvalidRequest
 from pdserve.types import Grammar, GrammarKind
+from router.grammars import dialect_of
 from router.http.strict_json import dump
 
 DEFAULT_TEMPERATURE = 1.0
@@ -179,4 +180,4 @@ def _of_outputs(outputs: StructuredOutputs) -> Grammar:
     if outputs.choice is not None:
         return Grammar(kind=GrammarKind.CHOICE, text=dump(outputs.choice).decode())
     text = outputs.grammar or ""
-    return Grammar(kind=GrammarKind.GBNF if "::=" in text else GrammarKind.LARK, text=text)
+    return Grammar(kind=dialect_of(text), text=text)
