@@ -1,7 +1,7 @@
 """One generation as an HTTP response: whole, or as server-sent events; a client that goes cancels it.
 
 The status is sent with the first token, not before: what is refused or shed until then has its own status.
-What does not live here: what events look like in an API (`replies`).
+What does not live here: what events look like in an API (one module for each).
 """
 
 from __future__ import annotations

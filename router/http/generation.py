@@ -1,6 +1,6 @@
 """The runs of one HTTP request: one for each of its prompts, their events in one stream.
 
-What does not live here: what events become (`replies`), the socket (`answer`).
+What does not live here: what events become (one module for each API), the socket (`answer`).
 """
 
 from __future__ import annotations
