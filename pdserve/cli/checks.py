@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from pdserve.cli.platforms import MACHINES
 from pdserve.errors import ConfigError, PdserveError
 
 GIB = 2**30
@@ -66,14 +67,17 @@ def system() -> Check:
     """Operating system, machine and Python."""
     name = f"{platform.system()} {platform.release()} on {platform.machine()}"
     found = f"{name}, Python {platform.python_version()}"
-    right = platform.system() == "Linux" and platform.machine() == "x86_64"
+    right = platform.system() == "Linux" and platform.machine() in MACHINES
     python = platform.python_version_tuple()[:2] in (("3", "11"), ("3", "12"))
-    advice = "workers with CPU kernels need Linux on x86-64 and Python 3.11 or 3.12"
+    advice = "workers need Linux on x86-64 or arm64, and Python 3.11 or 3.12"
     return check("system", right and python, found, advice, Verdict.FAIL)
 
 
-def cpu(info: str | None = None) -> Check:
-    """Vector units that the kernels use. info: as in /proc/cpuinfo."""
+def cpu(info: str | None = None, machine: str = "") -> Check:
+    """Vector units that the kernels use. info: as in /proc/cpuinfo. machine: as `platform` names it."""
+    if (machine or platform.machine()) == "aarch64":
+        advice = "the CPU kernels are for x86-64; without them it serves, slower"
+        return check("cpu", False, "arm64", advice, Verdict.NOTE)
     text = Path("/proc/cpuinfo").read_text() if info is None else info
     name = re.search(r"^model name\s*:\s*(.+)", text, re.MULTILINE)
     words = re.search(r"^flags\s*:\s*(.+)", text, re.MULTILINE)

@@ -22,10 +22,14 @@ CPU = "model name\t: Some CPU\nflags\t\t: fpu {}\n"
     [("avx2 avx512f avx512_vnni", Verdict.OK), ("avx2", Verdict.NOTE), ("sse4_2", Verdict.FAIL)],
 )
 def test_the_cpu_is_judged_by_what_the_kernels_need(flags: str, verdict: Verdict) -> None:
-    found = checks.cpu(CPU.format(flags))
+    found = checks.cpu(CPU.format(flags), "x86_64")
     assert found.verdict is verdict
     assert "Some CPU" in found.found
     assert bool(found.advice) is (verdict is not Verdict.OK)
+
+
+def test_arm64_serves_without_the_kernels() -> None:
+    assert checks.cpu("", "aarch64").verdict is Verdict.NOTE
 
 
 def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
