@@ -32,6 +32,7 @@ class Front:
                 port=config.vllm_port or 0,
                 protocols=("vllm",),
                 metrics=False,
+                http=False,  # gateways come by gRPC; the fleet's router has that port
                 insecure=parts.tls is None and not is_loopback(parts.host),  # the fleet has checked it
                 fleet_secret=parts.context.secret.hex(),
                 tls_ca=config.tls_ca,
