@@ -50,7 +50,7 @@ def parse_jwks(content: bytes) -> Mapping[str, jwt.PyJWK]:
     found: dict[str, jwt.PyJWK] = {}
     for item in listed:
         key = _public_key(item)
-        if key is not None and key.key_id:
+        if key is not None and isinstance(key.key_id, str) and key.key_id:
             found[key.key_id] = key
     if not found:
         raise ConfigError(f"{SETTING}: has no key with a kid for {', '.join(ALGORITHMS)}")
@@ -62,7 +62,7 @@ def _public_key(item: dict[str, Any]) -> jwt.PyJWK | None:
         return None
     try:
         key = jwt.PyJWK(item)
-    except (jwt.PyJWTError, UnsupportedAlgorithm, ValueError, TypeError, KeyError):
+    except (jwt.PyJWTError, UnsupportedAlgorithm, ValueError, TypeError, KeyError, NotImplementedError):
         return None
     strong = item.get("kty") != "RSA" or key.key.key_size >= MIN_RSA_BITS
     return key if strong and key.algorithm_name in ALGORITHMS else None

@@ -17,18 +17,17 @@ from starlette.types import ASGIApp
 from router.http.errors import HttpRefused, error_response, openai_form
 from router.http.gateway import Gateway
 from router.http.guard import Guard
-from router.http.route import Route, endpoint
+from router.http.route import Route, endpoint, json_response
 from router.http.routes import ROUTES, package_version
 
+_PAGE = "/openapi.json"
 _REF = "#/components/schemas/{model}"
 _NOT_FOUND = {404: "There is nothing at this path.", 405: "This path does not take that method."}
 
 
 def application(gateway: Gateway) -> ASGIApp:
     """Everything behind the listener."""
-    app = FastAPI(
-        title="pdserve", version=package_version(), docs_url=None, redoc_url=None, redirect_slashes=False
-    )
+    app = FastAPI(title="pdserve", version=package_version(), openapi_url=None, redirect_slashes=False)
     for route in ROUTES:
         app.add_api_route(
             route.path,
@@ -42,7 +41,18 @@ def application(gateway: Gateway) -> ASGIApp:
     app.add_exception_handler(HTTPException, _no_route)
     page = app.openapi
     app.openapi = lambda: _with_bodies(page())  # type: ignore[method-assign]
+    app.add_api_route(_PAGE, endpoint(gateway, _page_route(app)), include_in_schema=False)
     return Guard(app)
+
+
+def _page_route(app: FastAPI) -> Route:
+    """FastAPI's own route of its page asks nobody for a key."""
+
+    async def handle(gateway: Gateway, request: Request) -> Response:
+        gateway.caller(request)
+        return json_response(app.openapi())
+
+    return Route(path=_PAGE, handler=handle, summary="This page.")
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -24,6 +24,8 @@ from router.http.guard import MAX_HEADER_BYTES
 
 HEADER_TIMEOUT_S = 15.0
 KEEP_ALIVE_S = 75
+STALLED_S = 60.0
+"""How long a client may read nothing while there is something for it; then its connection is cut."""
 GRACE_S = 1
 _BACKLOG = 1024
 
@@ -48,7 +50,12 @@ class HttpServer:
         shown = f"[{self._host}]" if ":" in self._host else self._host
         self.url = f"{self._scheme}://{shown}:{listener.getsockname()[1]}"
         self._serving = asyncio.get_running_loop().create_task(self._server.serve([listener]))
+        self._serving.add_done_callback(lambda _: self._server.up.set())
         await self._server.up.wait()
+        if self._serving.done():
+            listener.close()
+            serving, self._serving = self._serving, None
+            raise ConfigError("http: the server did not start") from serving.exception()
 
     async def stop(self) -> None:
         """No more connections; responses under way have a moment to end. Safe to call twice."""
@@ -76,9 +83,10 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """HTTP/1.1 with a bound on how long a request's headers may take."""
+    """HTTP/1.1 with bounds on how long a request's headers may take, and how long nothing is read."""
 
     _slow: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -91,6 +99,22 @@ class _Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_watching()
+        self._reads_again()
+
+    def pause_writing(self) -> None:
+        """More waits for the client than it takes. It would hold its place of MAX_UNDER_WAY for ever."""
+        super().pause_writing()
+        if self._stalled is None:
+            self._stalled = self.loop.call_later(STALLED_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._reads_again()
+
+    def _reads_again(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
     def _watch(self) -> None:
         """A connection in the middle of headers, or that has not begun, is closed after a while."""

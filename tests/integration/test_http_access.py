@@ -57,6 +57,14 @@ async def test_a_route_is_open_or_wants_a_key(router: Router, route: Route) -> N
         assert (await ask(router, route, **headers))[0] != 401
 
 
+async def test_the_openapi_page_wants_a_key(router: Router) -> None:
+    page = Route(path="/openapi.json", handler=ROUTES[0].handler, summary="")
+    assert (await ask(router, page))[0] == 401
+    status, body = await ask(router, page, **{"x-api-key": KEY})
+    assert status == 200
+    assert "/v1/completions" in body
+
+
 async def test_guesses_over_http_are_bounded(router: Router) -> None:
     models = next(route for route in ROUTES if route.path == "/v1/models")
     for _ in range(5):

@@ -176,6 +176,18 @@ async def test_what_is_wrong_is_named(api: Served, wrong: dict[str, object], par
     assert str(caught.value.body["message"]).startswith(param)  # type: ignore[index]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+async def test_a_null_is_a_field_left_out_even_one_we_do_not_have(api: Served, path: str) -> None:
+    message = {"role": "user", "content": "hi", "name": None}
+    body = {"max_tokens": 2, "web_search_options": None, "stop": None, "temperature": None}
+    body |= {"prompt": "once"} if path == "/v1/completions" else {"messages": [message]}
+    answer = await api.post(path, body)
+    assert answer.status_code == (400 if path == "/v1/messages" else 200), answer.text  # it wants a model
+    asked = await api.post(path, {**body, "model": "bytes", "web_search_options": {}})
+    assert asked.status_code == 400
+    assert "web_search_options" in asked.text
+
+
 async def test_parts_that_are_no_text_are_refused_by_name(api: Served) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     async with api.openai() as client:

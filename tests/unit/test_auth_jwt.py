@@ -18,6 +18,7 @@ from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
 
 from pdserve.errors import ConfigError, Unauthenticated
 from router.auth.authenticator import Authenticator
+from router.auth.jwt import parse_jwks
 from router.caller import Caller
 from router.config import RouterConfig
 
@@ -166,6 +167,14 @@ def test_a_file_without_a_usable_key_is_refused(tmp_path: Path, content: str) ->
     (tmp_path / "jwks").write_text(content)
     with pytest.raises(ConfigError, match="jwt_jwks_file"):
         checker(tmp_path / "jwks")
+
+
+@pytest.mark.parametrize("more", [{"kid": ["a"]}, {"kid": 5}, {"alg": "none"}, {"alg": ["none"]}])
+def test_odd_entries_are_left_out_and_harm_no_other(tmp_path: Path, more: dict[str, Any]) -> None:
+    good = json.loads(jwks(tmp_path, "rsa").read_text())["keys"]
+    for name in ("rsa", "curve", "edwards"):
+        odd = json.loads(jwks(tmp_path, name, **more).read_text())["keys"][0]
+        assert list(parse_jwks(json.dumps({"keys": [odd, *good]}).encode())) == ["rsa"]
 
 
 def test_a_private_or_foreign_key_in_the_file_is_left_out(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pdserve.api import SamplingInput
 from pdserve.errors import InvalidRequest
@@ -20,6 +20,18 @@ class Body(BaseModel):
     """A JSON object of which we know every field. No value is converted: "1" is no number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        """Clients write null for what they leave out; so it asks for nothing, whatever the field."""
+        if not isinstance(value, dict):
+            return value
+        return {name: given for name, given in value.items() if given is not None or name in cls._names()}
+
+    @classmethod
+    def _names(cls) -> frozenset[str]:
+        return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
 
 class StreamOptions(Body):
