@@ -1,6 +1,7 @@
 """Hostile messages from somebody who has the fleet's token: neither router nor workers die or lose pages.
 
 Nobody else gets this far (`test_access.py`); a version that is off, or a defect of a peer, looks the same.
+300 cases a call; 10,000 with the marker `full`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,14 @@ def edge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
     made.stack.stop()
 
 
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
+    """Another fleet: the first one's worker is drained by the time it is needed."""
+    made = Edge.start(tmp_path_factory.mktemp("fresh"))
+    yield made
+    made.stack.stop()
+
+
 def address_for(edge: Edge, method: MethodDescriptor) -> str:
     """Who serves it."""
     service = method.containing_service.name
@@ -50,3 +59,10 @@ def attack(edge: Edge, method: MethodDescriptor, cases: int) -> None:
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 def test_300_cases_harm_nothing(edge: Edge, method: MethodDescriptor) -> None:
     attack(edge, method, 300)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+def test_10000_cases_harm_nothing(fresh: Edge, method: MethodDescriptor) -> None:
+    attack(fresh, method, 10_000)
