@@ -1,4 +1,4 @@
-"""What Ctrl-C and SIGTERM mean at each stage of a service's life."""
+"""What Ctrl-C, SIGTERM and a closed terminal mean at each stage of a service's life."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         for number in SIGNALS:
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup: we are to outlive the terminal
             self._before[number] = signal.signal(number, self._on_signal)
         return self
 

@@ -124,6 +124,9 @@ def _init(**options: object) -> None:
     import ray
 
     terminate = signal.getsignal(signal.SIGTERM)
+    # A terminal that closes hangs up on its whole process group. Ray's processes, which start with what we
+    # ignore, must outlive that: the drain needs them, and we end them ourselves.
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         ray.init(
             namespace=NAMESPACE,
@@ -140,6 +143,7 @@ def _init(**options: object) -> None:
     finally:
         # Ray puts a handler of its own there, which ends the process without a word to us.
         signal.signal(signal.SIGTERM, terminate)
+        signal.signal(signal.SIGHUP, hangup)
 
 
 def _chain(err: BaseException | None) -> Iterator[BaseException]:

@@ -48,7 +48,8 @@ class Up:
         )
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start(*arguments: str, group: bool = False) -> subprocess.Popen[str]:
+    """group: in a process group of its own, as a terminal would start it."""
     environ = {n: v for n, v in os.environ.items() if not n.startswith(("PDSERVE_", "RAY_"))}
     return subprocess.Popen(
         [
@@ -68,6 +69,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         env=environ,
+        start_new_session=group,
     )
 
 
@@ -276,6 +278,23 @@ def test_ctrl_c_drains_and_leaves_nothing(up: Up) -> None:
     assert left_of(up.process.pid) == []
     assert [process for process in tree if process.is_running()] == []
     assert run_directories(up.process.pid) == []
+
+
+def test_a_closed_terminal_drains_and_leaves_nothing() -> None:
+    """It hangs up on the whole group, Ray's processes among them."""
+    process = start(
+        "--prefill", "0", "--decode", "0", "--aggregated", "1", "--kv-memory", "128MiB", group=True
+    )
+    read_until(process, "ready on ")
+    tree = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGHUP)
+    assert process.stdout is not None
+    text = process.stdout.read()
+    assert process.wait(END_S) == 0, text
+    assert "drain: done" in text
+    psutil.wait_procs(tree, timeout=END_S)
+    assert [child for child in tree if child.is_running()] == []
+    assert run_directories(process.pid) == []
 
 
 def test_start_that_fails_half_way_leaves_nothing() -> None:
