@@ -1,4 +1,7 @@
-"""A model that calls a function of ours and uses its answer. Usage: python examples/tools.py [HOST:PORT]"""
+"""A model that calls a function of ours and uses its answer. Usage: python examples/tools.py [HOST:PORT]
+
+The default model's template has no place for tools; for it: PDSERVE_ROUTER_TOOL_FORMAT=hermes make serve
+"""
 
 import json
 import sys

@@ -33,11 +33,14 @@ def prepare(source: GenerateInput, profile: ChatProfile) -> Prepared:
     offered = source.tools if _mode(source) is not ToolMode.NONE else ()
     if profile.form is None:
         _without_tools(messages, offered, profile.no_tools)
-    if source.thinking is not None and not profile.has_switch:
+    thinks = source.thinking
+    if thinks is False and profile.think is None:
+        thinks = None  # it never does
+    if thinks is not None and not profile.has_switch:
         raise UnsupportedFeature.field(
             "thinking", "the model's chat template has no such switch; leave it out."
         )
-    options = {} if source.thinking is None else dict.fromkeys(SWITCHES, source.thinking)
+    options = {} if thinks is None else dict.fromkeys(SWITCHES, thinks)
     if profile.spelled:
         return Prepared(messages=spelled_out(messages, offered), tools=[], options=options)
     short = profile.form is not None and profile.form.name.startswith("mistral")

@@ -33,7 +33,11 @@ def generate(
     deadline_s: Annotated[float | None, typer.Option(help="Seconds the request may take.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per request.")] = False,
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE.jsonl", help="Many requests, one JSON object a line.")
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Many requests, a JSON object a line: prompt, messages or token_ids; id, max_tokens.",
+        ),
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 8,
     tls_ca: TlsCa = "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 
 from pdserve.api import Explanation
@@ -12,6 +13,8 @@ from pdserve.cli.connection import Router
 from pdserve.types import Ledger, Phase, Span
 
 BAR = 48
+_HTTP_PREFIX = re.compile(r"^(chatcmpl-|cmpl-|msg_|resp_)")
+"""What answers over HTTP have before the id of their request."""
 MAX_CHUNK_ROWS = 12
 """More chunks share one row."""
 
@@ -19,7 +22,7 @@ MAX_CHUNK_ROWS = 12
 def run(request_id: str, router: Router, as_json: bool) -> None:
     """Asks the router and prints. Raises PdserveError; UnknownRequest for an id it does not know."""
     with router.client() as client:
-        found = client.explain(request_id)
+        found = client.explain(_HTTP_PREFIX.sub("", request_id))
     if as_json:
         plain = dataclasses.asdict(found)
         print(json.dumps({**plain, "ledger": ledger_of(found.ledger)}, ensure_ascii=False))

@@ -29,9 +29,11 @@ def run_one(prompt: str | None, router: Router, options: dict[str, Any], *, chat
         if as_json:
             print(json.dumps(answer(stream.result()), ensure_ascii=False))
             return EXIT_OK
-        for chunk in stream:
-            print(chunk.text, end="", flush=True)
-        print()
+        try:
+            for chunk in stream:
+                print(chunk.text, end="", flush=True)
+        finally:
+            print()  # an error has a line of its own
     return EXIT_OK
 
 

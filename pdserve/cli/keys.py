@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -53,7 +54,9 @@ def add(
     if as_json:
         print(json.dumps({"key": key, **_shown(entry)}))
         return
-    print(f"{key}\nkey {entry.id} of {tenant}; it is not shown again, and routers take it from now on")
+    print(key)
+    told = f"key {entry.id} of {tenant}; it is not shown again, and routers take it from now on"
+    print(told, file=sys.stderr)
 
 
 @keys_app.command("list")

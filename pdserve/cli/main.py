@@ -32,6 +32,21 @@ config_app = typer.Typer(help="Settings and where they come from.", no_args_is_h
 app.add_typer(config_app, name="config")
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print versions.")
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 @settings_of(ServeConfig)
 def up(resolved: Resolved[ServeConfig], config: Path | None) -> None:

@@ -88,6 +88,15 @@ async def test_a_chat_calls_tools_whole_and_streamed(api: Served) -> None:
     assert script.asked[0].tool_choice == ToolChoice(mode=ToolMode.REQUIRED)
 
 
+async def test_one_call_at_most_can_be_asked_for_only_without_tools(api: Served) -> None:
+    Script(api, *CALLS)
+    body = {"model": "bytes", "messages": MESSAGES, "parallel_tool_calls": False}
+    assert (await api.post("/v1/chat/completions", body)).status_code == 200
+    refused = await api.post("/v1/chat/completions", {**body, "tools": OPENAI_TOOLS})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "parallel_tool_calls"
+
+
 async def test_a_chat_of_tools_goes_on_with_what_they_answered(api: Served) -> None:
     script = Script(api, *CALLS)
     call = {"id": "c0", "type": "function", "function": {"name": "weather", "arguments": "{}"}}

@@ -117,3 +117,10 @@ def test_a_template_without_tools_is_told_of_them_where_the_operator_says_so() -
     )
     assert told == {"role": "user", "content": "<tool_response>\nnoon\n</tool_response>"}
     assert profile_of(ChatTemplate(CHATML), NAMES, "mistral").form is None
+
+
+def test_a_model_that_never_thinks_may_be_told_not_to() -> None:
+    never = profile("Qwen-Qwen2.5-7B-Instruct")
+    assert prepare(ask(thinking=False), never) == prepare(ask(), never)
+    with pytest.raises(UnsupportedFeature, match="thinking"):
+        prepare(ask(thinking=True), never)

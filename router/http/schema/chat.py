@@ -8,7 +8,7 @@ from pydantic import Field
 
 from pdserve.api import ChatMessage, GenerateInput, Tool, ToolCall, ToolChoice, ToolMode
 from pdserve.errors import InvalidRequest
-from router.http.schema.common import Body, SamplingBody
+from router.http.schema.common import Body, SamplingBody, check_parallel
 from router.http.strict_json import dump
 from router.validate import AS_MANY_AS_FIT
 
@@ -140,7 +140,7 @@ class ChatBody(SamplingBody):
     messages: list[Message]
     tools: list[ToolBody] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
@@ -159,6 +159,7 @@ class ChatBody(SamplingBody):
     def input(self, label: str) -> GenerateInput:
         """This chat as ours. label: the client's own."""
         options = self.chat_template_kwargs
+        check_parallel(self.parallel_tool_calls, self.tools)
         return GenerateInput(
             messages=tuple(message.message() for message in self.messages),
             sampling=self.sampling(max_tokens=self._max_tokens(), logprobs=self._logprobs()),

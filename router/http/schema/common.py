@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pdserve.api import SamplingInput
-from pdserve.errors import InvalidRequest
+from pdserve.errors import InvalidRequest, UnsupportedFeature
 from pdserve.types import Grammar, GrammarKind
 from router.grammars import dialect_of
 from router.http.strict_json import dump
@@ -149,6 +150,14 @@ class SamplingBody(Body):
         if self.use_beam_search:
             return {"n": n, "beam_width": max(n, 2), "length_penalty": self.length_penalty}
         return {"n": 0 if n == 1 else n, "length_penalty": self.length_penalty}
+
+
+def check_parallel(asked: bool | None, tools: Sequence[object] | None) -> None:
+    """A model that is offered tools may call several. Raises UnsupportedFeature where one is asked for."""
+    if asked is False and tools:
+        raise UnsupportedFeature.field(
+            "parallel_tool_calls", "can not be false with tools; take the first call."
+        )
 
 
 def schema_grammar(schema: dict[str, Any]) -> Grammar:

@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from pdserve.api import ChatMessage, GenerateInput, SamplingInput, Tool, ToolCall, ToolChoice, ToolMode
 from pdserve.errors import InvalidRequest
 from pdserve.types import Grammar
-from router.http.schema.common import DEFAULT_TEMPERATURE, Body, schema_grammar
+from router.http.schema.common import DEFAULT_TEMPERATURE, Body, check_parallel, schema_grammar
 from router.http.strict_json import dump
 from router.validate import AS_MANY_AS_FIT
 
@@ -157,7 +157,7 @@ class ResponsesBody(Body):
     include: list[Literal["message.output_text.logprobs"]] | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     metadata: dict[str, str] | None = None
@@ -185,6 +185,7 @@ class ResponsesBody(Body):
             logprobs=(self.top_logprobs or 0) if self.wants_logprobs() else None,
             grammar=self._grammar(),
         )
+        check_parallel(self.parallel_tool_calls, self.tools)
         none = self.reasoning is not None and self.reasoning.effort == "none"
         return GenerateInput(
             messages=self._messages(),
