@@ -3,6 +3,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Serving takes less than testing: a first `make serve` need not wait for compilers of protos and oracles.
+SERVES := $(VENV)/.serves
 
 .PHONY: help install serve test test-full simulate lint proto proto-check bench bench-mixed clean
 .DEFAULT_GOAL := help
@@ -21,9 +23,13 @@ help:
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt scripts/install.sh
-	@bash scripts/install.sh "$(STAMP)" $(PYTHON)
+	@bash scripts/install.sh "$(STAMP)" dev $(PYTHON)
+	@touch $(SERVES)
 
-serve: $(STAMP)
+$(SERVES): pyproject.toml constraints.txt scripts/install.sh
+	@bash scripts/install.sh "$(SERVES)" worker,http,jwt,tls $(PYTHON)
+
+serve: $(SERVES)
 	@exec $(BIN)/pdserve up $(ARGS)
 
 # The smoke set runs once more with the vector units most laptops have; its own closing line comes first.

