@@ -99,8 +99,11 @@ class Replica:
         assert self._pools is not None
         return self._pools
 
-    def start(self, model: LoadedModel, pool_id: int, masks: TokenMasks) -> tuple[ParallelRunner, KVPool]:
-        """Meets the ranks; a runner over all of them, and rank 0's pool with that id. masks: of grammars.
+    def start(
+        self, model: LoadedModel, pool_id: int, masks: TokenMasks | None = None
+    ) -> tuple[ParallelRunner, KVPool]:
+        """Meets the ranks; a runner over all of them, and rank 0's pool with that id. masks: of grammars;
+        None: requests with one fail.
 
         Raises what a rank raised (ModelError, ConfigError), or WorkerLost. Call `close` then.
         """
@@ -183,7 +186,7 @@ class Replica:
         return meet(self._config, 0, meeting(self._directory), fd)
 
     def _runner(
-        self, model: LoadedModel, pool: KVPool, group: RankGroup, masks: TokenMasks
+        self, model: LoadedModel, pool: KVPool, group: RankGroup, masks: TokenMasks | None
     ) -> ParallelRunner:
         table = first_table(self._config, model.config)
         works = [seat.work for seat in self._seats.values()]
