@@ -268,9 +268,14 @@ class Hub:
         for run in tuple(self._watched.runs.values()):
             run.apply(ev.WorkerGone(incarnation=incarnation))
 
+    @property
+    def ready(self) -> bool:
+        """Whether a new request has a path."""
+        return self.roster.is_ready() and not self.draining
+
     def _on_change(self) -> None:
         self._services.dispatcher.poke()
-        self.on_ready(self.roster.is_ready() and not self.draining)
+        self.on_ready(self.ready)
 
     async def _tick(self) -> None:
         while True:

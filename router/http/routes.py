@@ -55,7 +55,7 @@ async def _health(gateway: Gateway, request: Request) -> Response:
 
 
 async def _ready(gateway: Gateway, request: Request) -> Response:
-    if gateway.hub.draining or not gateway.hub.roster.is_ready():
+    if not gateway.hub.ready:
         raise Unavailable("This router can not serve requests now.", retry_after_s=1.0)
     return json_response({"status": "ready"})
 

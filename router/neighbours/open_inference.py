@@ -48,10 +48,10 @@ class OpenInferenceServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._ready())
+        return pb.ServerReadyResponse(ready=self._hub.ready)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        return pb.ModelReadyResponse(ready=self._ready() and self._serves(request.name, request.version))
+        return pb.ModelReadyResponse(ready=self._hub.ready and self._serves(request.name, request.version))
 
     async def ServerMetadata(
         self, request: pb.ServerMetadataRequest, context: Context
@@ -100,9 +100,6 @@ class OpenInferenceServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer
                 yield pb.ModelStreamInferResponse(error_message=error.message, infer_response=failed)
 
     # -- inside -----------------------------------------------------------------------------------------
-
-    def _ready(self) -> bool:
-        return self._hub.roster.is_ready() and not self._hub.draining
 
     def _serves(self, name: str, model_version: str) -> bool:
         model = self._hub.roster.model

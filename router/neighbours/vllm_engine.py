@@ -72,7 +72,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: Any, context: Context) -> Any:
-        ready = self._hub.roster.is_ready() and not self._hub.draining
+        ready = self._hub.ready
         return pb.HealthCheckResponse(healthy=ready, message="" if ready else "no worker is ready")
 
     async def GetModelInfo(self, request: Any, context: Context) -> Any:
