@@ -81,10 +81,16 @@ def _number(value: Any, name: str) -> float:
     return float(value)
 
 
-def _whole(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InvalidRequest.field(f"parameters.{name}", "must be a whole number of at least 0.")
+def _integer(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest.field(f"parameters.{name}", "must be a whole number.")
     return value
+
+
+def _whole(value: Any, name: str) -> int:
+    if _integer(value, name) < 0:
+        raise InvalidRequest.field(f"parameters.{name}", "must be a whole number of at least 0.")
+    return int(value)
 
 
 def _flag(value: Any, name: str) -> bool:
@@ -105,7 +111,7 @@ _SAMPLING: Mapping[str, Callable[[Any, str], Any]] = {
     "repetition_penalty": _number, "presence_penalty": _number, "frequency_penalty": _number,
 }  # fmt: skip
 _PLAIN: Mapping[str, Callable[[Any, str], Any]] = {
-    "priority": lambda value, name: int(_number(value, name)),
+    "priority": _integer,
     "deadline_s": _number,
     "no_prefix_cache": _flag,
 }
