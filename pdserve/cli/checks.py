@@ -175,7 +175,7 @@ def ray_ports() -> Check:
         for port in _open_to_all(process)
     })  # fmt: skip
     if not listening:
-        return Check(subject="ray's ports", verdict=Verdict.OK, found="no Ray runs here")
+        return Check(subject="ray's ports", verdict=Verdict.OK, found="no Ray listens beyond this machine")
     found = f"Ray listens on all interfaces: {', '.join(map(str, listening))}"
     advice = "close them: RAY_AUTH_MODE=token (pdserve sets it for a Ray that it starts), and a firewall"
     return check("ray's ports", os.environ.get("RAY_AUTH_MODE") == "token", found, advice, Verdict.NOTE)
