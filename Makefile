@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Serving takes less than testing: a first `make serve` need not wait for compilers of protos and oracles.
 SERVES := $(VENV)/.serves
+TOOLS := .cache/tools/.stamp
 
 .PHONY: help install serve test test-full simulate lint proto proto-check bench bench-mixed clean
 .DEFAULT_GOAL := help
@@ -29,15 +30,18 @@ $(STAMP): pyproject.toml constraints.txt scripts/install.sh
 $(SERVES): pyproject.toml constraints.txt scripts/install.sh
 	@bash scripts/install.sh "$(SERVES)" worker,http,jwt,tls $(PYTHON)
 
+$(TOOLS): scripts/test_tools.sh scripts/unpack_layer.py | $(STAMP)
+	@bash scripts/test_tools.sh "$(TOOLS)"
+
 serve: $(SERVES)
 	@exec $(BIN)/pdserve up $(ARGS)
 
 # The smoke set runs once more with the vector units most laptops have; its own closing line comes first.
-test: $(STAMP)
+test: $(STAMP) $(TOOLS)
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/pytest -q -m "smoke and not full" || [ $$? -eq 5 ]
 	PDSERVE_TEST_REPORT=1 $(BIN)/pytest -m "not full" --durations=15 $(ARGS)
 
-test-full: $(STAMP)
+test-full: $(STAMP) $(TOOLS)
 	PDSERVE_TEST_REPORT=1 $(BIN)/pytest --durations=30 $(ARGS)
 
 SEEDS ?= 100000

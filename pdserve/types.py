@@ -252,7 +252,10 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord:
-    """A registered worker: identity, role, address, capabilities and limits."""
+    """A registered worker: identity, role, address, capabilities and limits.
+
+    metrics: host:port of its Prometheus metrics; empty: it serves none.
+    """
 
     peer: PeerRef
     role: Role
@@ -262,6 +265,7 @@ class WorkerRecord:
     pool_pages: int
     page_size: int
     pid: int = 0
+    metrics: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from kvtransfer.ticket import MIN_SECRET_BYTES
 from pdserve.chat.formats import FORMATS
 from pdserve.config.fields import setting
 from pdserve.config.precision import KV_MIXING
+from pdserve.config.telemetry import TelemetrySettings
 from pdserve.config.tls import tls_files
 from pdserve.errors import ConfigError
 
@@ -19,7 +20,7 @@ SECRET_VARIABLE = "PDSERVE_FLEET_SECRET"  # noqa: S105 - the name of a variable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(TelemetrySettings):
     """What a router needs to know. Raises ConfigError for values that do not go together."""
 
     host: str = setting("127.0.0.1", help="Address to listen on; others than loopback need TLS or insecure.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import select
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from pdserve.config import ServeConfig
 from pdserve.config.resolve import variable
+from pdserve.config.telemetry import TelemetrySettings
 from pdserve.errors import BY_LABEL, InternalError, Unavailable
 from pdserve.fleet.cluster import child_environment
 from router.config import SECRET_VARIABLE
@@ -110,6 +112,9 @@ def router_arguments(config: ServeConfig, file: Path | None) -> list[str]:
     }
     flags = [text for name, value in shared.items() for text in (f"--{name}", str(value))]
     flags.append("--insecure" if config.insecure else "--no-insecure")
+    for field in dataclasses.fields(TelemetrySettings):
+        name, value = field.name.replace("_", "-"), getattr(config, field.name)
+        flags += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", value]
     if config.api_key_file:
         flags += ["--api-key-file", config.api_key_file]
     if config.http is not None:

@@ -21,6 +21,7 @@ from pdserve.config.precision import (
     choose,
     mixing,
 )  # fmt: skip
+from pdserve.config.telemetry import TelemetrySettings
 from pdserve.config.tls import tls_files
 from pdserve.config.worker import (
     DTYPES,
@@ -45,7 +46,7 @@ NODE_HOST = "node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeConfig:
+class ServeConfig(TelemetrySettings):
     """What an operator may set. `resolved()` turns every "auto" into a value, but for weights that workers
     choose themselves (precision fast): they know their CPU and the model."""
 
@@ -175,6 +176,12 @@ class ServeConfig:
     port: int = setting(50051, help="gRPC port of the router; 0: any free one.", minimum=0, maximum=65535)
     metrics_port: int = setting(
         9464, help="Port of the router's Prometheus metrics; 0: any free one.", minimum=0, maximum=65535
+    )
+    worker_metrics_port: int | None = setting(
+        0,
+        help="Port of each worker's Prometheus metrics; 0: any free one; routers list them for Prometheus.",
+        minimum=0,
+        maximum=65535,
     )
     http: bool | None = setting(None, help="Serve the OpenAI-compatible HTTP API. Auto: if it is installed.")
     http_port: int = setting(8000, help="Port of the HTTP API; 0: any free one.", minimum=0, maximum=65535)
@@ -384,4 +391,6 @@ class ServeConfig:
             decode_pace_s=self.decode_pace_s,
             lease_s=self.lease_s,
             vllm_port=self.vllm_port,
+            metrics_port=self.worker_metrics_port,
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(TelemetrySettings)},
         )

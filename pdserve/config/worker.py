@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pdserve.config.codec import from_json, to_json
 from pdserve.config.fields import setting
 from pdserve.config.precision import EXACT, FAST, KV_MIXING, PRECISIONS, RELAXED, STRICT, WEIGHTS
+from pdserve.config.telemetry import TelemetrySettings
 from pdserve.config.tls import tls_files, tls_source
 from pdserve.errors import ConfigError
 from pdserve.tls import TlsSource
@@ -35,7 +36,7 @@ def page_dtype(kv_dtype: str | None, dtype: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig:
+class WorkerConfig(TelemetrySettings):
     """Configuration of one worker, built by the fleet from the settings of `pdserve up`."""
 
     worker_id: str = setting(help="Name of the worker, unique in its fleet.")
@@ -102,6 +103,12 @@ class WorkerConfig:
         None,
         help="Port on which gateways drive this worker alone by vLLM's contract, "
         "vllm.grpc.engine.VllmEngine; 0: any free one; unset: none. Prefill workers have none.",
+        minimum=0,
+        maximum=65535,
+    )
+    metrics_port: int | None = setting(
+        None,
+        help="Port of this worker's Prometheus metrics; 0: any free one; unset: none.",
         minimum=0,
         maximum=65535,
     )

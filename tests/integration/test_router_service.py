@@ -224,6 +224,8 @@ async def hold_prefills(workers: list[FakeWorker], total: int) -> None:
 async def test_eight_requests_on_two_idle_prefill_workers_go_four_and_four() -> None:
     prefills = [FakeWorker("p0", Role.PREFILL), FakeWorker("p1", Role.PREFILL)]
     decodes = [FakeWorker("d0", Role.DECODE), FakeWorker("d1", Role.DECODE)]
+    for prefill in prefills:
+        prefill.prefill_script = never  # a prompt that is done at once would make its worker the idler one
     for decode in decodes:
         decode.pause_at = 0
     async with fleet(*prefills, *decodes) as running:

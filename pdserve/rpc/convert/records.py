@@ -116,6 +116,7 @@ def worker_record_to_pb(value: WorkerRecord) -> pb.WorkerRecord:
         pool_pages=value.pool_pages,
         page_size=value.page_size,
         pid=value.pid,
+        metrics=value.metrics,
     )
 
 
@@ -130,4 +131,5 @@ def worker_record_from_pb(message: pb.WorkerRecord) -> WorkerRecord:
         pool_pages=message.pool_pages,
         page_size=message.page_size,
         pid=message.pid,
+        metrics=message.metrics,
     )

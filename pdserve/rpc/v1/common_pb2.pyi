@@ -938,11 +938,14 @@ class WorkerRecord(_message.Message):
     POOL_PAGES_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     model_name: _builtins.str
     pool_pages: _builtins.int
     page_size: _builtins.int
     pid: _builtins.int
+    metrics: _builtins.str
+    """host:port of the worker's Prometheus metrics; empty: it serves none."""
     @_builtins.property
     def peer(self) -> Global___PeerRef: ...
     @_builtins.property
@@ -960,10 +963,11 @@ class WorkerRecord(_message.Message):
         pool_pages: _builtins.int = ...,
         page_size: _builtins.int = ...,
         pid: _builtins.int = ...,
+        metrics: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "limits", b"limits", "peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "limits", b"limits", "model_name", b"model_name", "page_size", b"page_size", "peer", b"peer", "pid", b"pid", "pool_pages", b"pool_pages", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "limits", b"limits", "metrics", b"metrics", "model_name", b"model_name", "page_size", b"page_size", "peer", b"peer", "pid", b"pid", "pool_pages", b"pool_pages", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
