@@ -1,4 +1,4 @@
-"""Programs that tests run and pip does not install by name. Here: finding them; scripts/test_tools.sh gets them."""
+"""Finding the programs that tests run and pip does not install by name; scripts/test_tools.sh gets them."""
 
 from __future__ import annotations
 
