@@ -13,8 +13,8 @@ from prometheus_client.samples import Sample
 
 from pdserve.api import SecondsHistogram, Traffic
 from pdserve.errors import BY_LABEL, ConfigError
+from pdserve.obs.catalogue.kinds import PAGE_STATES
 from pdserve.obs.ledger import path_seconds
-from pdserve.obs.metrics import PAGE_STATES
 from pdserve.types import AGE_LIMITS_S, REBALANCE_OUTCOMES, FinishReason, Ledger, Phase, Role, UsedState
 from router.auth.refusals import Reason
 from router.membership import Member

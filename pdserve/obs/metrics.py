@@ -1,131 +1,136 @@
-"""Prometheus metrics: the kinds we use, buckets for latencies, closed label sets, and the port to read them.
+"""Prometheus metrics of one process: its declared ones, all series there from the start.
 
-Here: making and serving. Not here: which metrics a router or worker has; each declares its own.
+Here: what counts, over `pdserve.obs.catalogue`; gauges are read at a scrape. Not here: the port to read them
+from (`pdserve.obs.port`), and when something is counted; each process knows that.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from threading import Thread
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
-from pdserve.errors import BY_LABEL, ConfigError
-from pdserve.types import FinishReason, WorkerLoad
-
-REQUEST_BUCKETS = (
-    0.005,
-    0.01,
-    0.02,
-    0.05,
-    0.1,
-    0.2,
-    0.35,
-    0.5,
-    0.75,
-    1.0,
-    1.5,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    120.0,
-)
-"""Seconds: TTFT, queue and prefill. Dense where targets lie (50 ms to 2.5 s)."""
-STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
-"""Seconds: the gap between two tokens."""
-TRANSFER_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
-"""Seconds: moving pages."""
-OUTCOMES = frozenset({*(str(reason) for reason in FinishReason), *BY_LABEL})
-"""How a request can end: a finish reason, or the label of an error."""
-PAGE_STATES = ("free", "evictable", "reserved", "filling", "sealed", "retiring", "quarantined")
-OTHER = "other"
+from pdserve.obs.catalogue.kinds import PAGE_STATES, Kind, Metric
+from pdserve.types import WorkerLoad
 
 
-class ClosedCounter:
-    """A counter whose label values come from closed sets; a value outside its set counts as "other"."""
+class Readings:
+    """Values of gauges at one moment; a series without a value is 0."""
 
-    def __init__(self, counter: Counter, labels: Mapping[str, Iterable[str]]) -> None:
-        self._counter = counter
-        self._allowed = {name: frozenset(values) for name, values in labels.items()}
+    def __init__(self, metrics: Iterable[Metric], fixed: Mapping[str, str]) -> None:
+        self._fixed = fixed
+        self._values = {metric: dict.fromkeys(_series(metric, fixed), 0.0) for metric in metrics}
 
-    def inc(self, amount: float = 1.0, **labels: str) -> None:
-        """Adds to one series. Raises ValueError if the label names are not the declared ones."""
-        if labels.keys() != self._allowed.keys():
-            raise ValueError("the label names are not the declared ones")
-        closed = {name: value if value in self._allowed[name] else OTHER for name, value in labels.items()}
-        self._counter.labels(**closed).inc(amount)
+    def set(self, metric: Metric, value: float, **labels: str) -> None:
+        """One series' value. Raises ValueError for one that is not declared."""
+        series = _values(metric, {**self._fixed, **labels})
+        if series not in self._values[metric]:
+            raise ValueError(f"{metric.name}: there is no such series")
+        self._values[metric][series] = float(value)
 
-
-class Metrics:
-    """Makes metrics in a registry of its own, so that two parts of a process never collide."""
-
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = registry or CollectorRegistry()
-
-    def seconds(self, name: str, help_text: str, buckets: tuple[float, ...] = REQUEST_BUCKETS) -> Histogram:
-        """A histogram `pdserve_<name>_seconds`."""
-        return Histogram(f"pdserve_{name}_seconds", help_text, buckets=buckets, registry=self.registry)
-
-    def counter(self, name: str, help_text: str, **labels: Iterable[str]) -> ClosedCounter:
-        """A counter `pdserve_<name>_total`. labels: the allowed values of each."""
-        made = Counter(f"pdserve_{name}", help_text, tuple(labels), registry=self.registry)
-        return ClosedCounter(made, labels)
-
-    def gauge(self, name: str, help_text: str, label: str, read: Callable[[], Mapping[str, float]]) -> None:
-        """A gauge `pdserve_<name>` with one label, read when it is scraped."""
-        self.registry.register(_Gauge(f"pdserve_{name}", help_text, label, read))
-
-    def pages(self, read: Callable[[], WorkerLoad]) -> None:
-        """The gauge `pdserve_pages` by state, read when it is scraped."""
-        self.gauge("pages", "KV pages by state.", "state", lambda: pages_by_state(read()))
+    def __iter__(self) -> Iterator[tuple[Metric, dict[tuple[str, ...], float]]]:
+        """Each gauge with its series' values."""
+        return iter(self._values.items())
 
 
-def pages_by_state(load: WorkerLoad) -> dict[str, float]:
-    """Page counts of a load by the state's name."""
-    return {state: float(getattr(load, f"{state}_pages")) for state in PAGE_STATES}
+class MetricSet:
+    """The metrics of a process in a registry of their own, with those of the process itself."""
+
+    def __init__(self, declared: Iterable[Metric], fixed: Mapping[str, str] | None = None) -> None:
+        """fixed: labels whose value is the same in all series here, such as a worker's role.
+
+        Raises ValueError if a label has no values and none is fixed.
+        """
+        self.registry = CollectorRegistry()
+        self.declared = tuple(declared)
+        self._fixed = dict(fixed or {})
+        self._counters: dict[tuple[str, tuple[str, ...]], Counter] = {}
+        self._histograms: dict[tuple[str, tuple[str, ...]], Histogram] = {}
+        self._made: dict[str, Counter | Histogram] = {}
+        for metric in self.declared:
+            if metric.kind is not Kind.GAUGE:
+                self._make(metric)
+        gauges = [metric for metric in self.declared if metric.kind is Kind.GAUGE]
+        self._gauges = _Gauges(gauges, self._fixed)
+        self.registry.register(self._gauges)
+        ProcessCollector(registry=self.registry)
+
+    def _make(self, metric: Metric) -> None:
+        made: Counter | Histogram
+        names = metric.label_names
+        if metric.kind is Kind.COUNTER:
+            made = Counter(metric.name, metric.help, names, registry=self.registry)
+            for series in _series(metric, self._fixed):
+                self._counters[metric.name, series] = made.labels(*series) if names else made
+        else:
+            made = Histogram(metric.name, metric.help, names, buckets=metric.buckets, registry=self.registry)
+            for series in _series(metric, self._fixed):
+                self._histograms[metric.name, series] = made.labels(*series) if names else made
+        self._made[metric.name] = made
+
+    def counter(self, metric: Metric, **labels: str) -> Counter:
+        """One series of a counter, to keep and `inc`. Raises KeyError for one that is not declared."""
+        return self._counters[metric.name, _values(metric, {**self._fixed, **labels})]
+
+    def histogram(self, metric: Metric, **labels: str) -> Histogram:
+        """One series of a histogram, to keep and `observe`. Raises KeyError for one that is not declared."""
+        return self._histograms[metric.name, _values(metric, {**self._fixed, **labels})]
+
+    def watch(self, read: Callable[[Readings], None]) -> None:
+        """Calls `read` at each scrape, on the scraping thread, to set gauges."""
+        self._gauges.readers.append(read)
+
+    def samples(self, metric: Metric) -> Iterator[Sample]:
+        """The samples of a counter, histogram or gauge now, without those that tell when a series began."""
+        families = self._made[metric.name].collect() if metric.name in self._made else self._gauges.collect()
+        for family in families:
+            if family.name in (metric.name, metric.name.removesuffix("_total")):
+                yield from (sample for sample in family.samples if not sample.name.endswith("_created"))
 
 
-class _Gauge(Collector):
-    def __init__(
-        self, name: str, help_text: str, label: str, read: Callable[[], Mapping[str, float]]
-    ) -> None:
-        self._name, self._help, self._label, self._read = name, help_text, label, read
+class _Gauges(Collector):
+    def __init__(self, metrics: list[Metric], fixed: Mapping[str, str]) -> None:
+        self._metrics, self._fixed = metrics, fixed
+        self.readers: list[Callable[[Readings], None]] = []
+        Readings(metrics, fixed)  # raises for a label without values
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        yield GaugeMetricFamily(self._name, self._help, labels=[self._label])
+        return (GaugeMetricFamily(m.name, m.help, labels=m.label_names) for m in self._metrics)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        family = GaugeMetricFamily(self._name, self._help, labels=[self._label])
-        for value, number in self._read().items():
-            family.add_metric([value], number)
-        yield family
+        readings = Readings(self._metrics, self._fixed)
+        for read in self.readers:
+            read(readings)
+        for metric, values in readings:
+            family = GaugeMetricFamily(metric.name, metric.help, labels=metric.label_names)
+            for series, value in values.items():
+                family.add_metric(series, value)
+            yield family
 
 
-@dataclass(frozen=True, slots=True)
-class MetricsPort:
-    """The running HTTP port of a registry. port: the one it listens on."""
-
-    port: int
-    _server: WSGIServer
-    _thread: Thread
-
-    def close(self) -> None:
-        """Stops listening and waits for it."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=5)
+def _values(metric: Metric, labels: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(str(labels[label.name]) for label in metric.labels)
 
 
-def serve_metrics(port: int, host: str = "127.0.0.1", *, registry: CollectorRegistry) -> MetricsPort:
-    """Serves `/metrics` on a thread. port 0 takes any free one. Raises ConfigError if it can not be had."""
-    try:
-        server, thread = start_http_server(port, host, registry)
-    except OSError:
-        raise ConfigError("metrics_port: the port can not be listened on; choose another or 0") from None
-    return MetricsPort(server.server_port, server, thread)
+def _series(metric: Metric, fixed: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """Label values of all series a metric has in a process with these fixed ones."""
+    values = [(fixed[label.name],) if label.name in fixed else label.values for label in metric.labels]
+    for label, allowed in zip(metric.labels, values, strict=True):
+        if not allowed:
+            raise ValueError(f"{metric.name}: the label {label.name} has no value")
+    return itertools.product(*values)
+
+
+def pages_by_state(load: WorkerLoad) -> dict[str, int]:
+    """Page counts of a load by the state's name."""
+    return {state: int(getattr(load, f"{state}_pages")) for state in PAGE_STATES}
+
+
+def kv_utilization(load: WorkerLoad) -> float:
+    """Pages neither free nor evictable over all pages, 0 to 1; 0 without pages."""
+    used = load.num_pages - load.free_pages - load.evictable_pages
+    return used / load.num_pages if load.num_pages else 0.0

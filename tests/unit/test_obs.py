@@ -1,23 +1,18 @@
-"""Log lines and metrics, read back by the parsers their readers use."""
+"""Log lines, read back by the parsers their readers use; what `obs` imports."""
 
 from __future__ import annotations
 
 import io
 import json
 import logging
-import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.errors import ConfigError, Overloaded
 from pdserve.obs.logging import MAX_VALUE_CHARS, fields, setup_logging
-from pdserve.obs.metrics import OUTCOMES, PAGE_STATES, STEP_BUCKETS, Metrics, MetricsPort, serve_metrics
-from pdserve.types import WorkerLoad
 
 
 @pytest.fixture(autouse=True)
@@ -107,61 +102,9 @@ def test_wrong_settings_name_the_field(wrong: dict[str, str]) -> None:
         setup_logging(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def port() -> Iterator[tuple[Metrics, MetricsPort]]:
-    metrics = Metrics()
-    serving = serve_metrics(0, registry=metrics.registry)
-    yield metrics, serving
-    serving.close()
-
-
-def scrape(serving: MetricsPort) -> dict[str, dict[tuple[str, ...], float]]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{serving.port}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    found: dict[str, dict[tuple[str, ...], float]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
-    return found
-
-
-def test_metrics_are_read_back_by_prometheus_parser(port: tuple[Metrics, MetricsPort]) -> None:
-    metrics, serving = port
-    gap = metrics.seconds("itl", "Between tokens.", STEP_BUCKETS)
-    ended = metrics.counter("requests", "By outcome.", outcome=OUTCOMES)
-    load = WorkerLoad(num_pages=8, free_pages=5, sealed_pages=3)
-    metrics.pages(lambda: load)
-    gap.observe(0.004)
-    ended.inc(outcome="stop")
-    ended.inc(2, outcome="overloaded")
-    found = scrape(serving)
-    assert found["pdserve_requests_total"] == {("stop",): 1, ("overloaded",): 2}
-    assert found["pdserve_itl_seconds_bucket"][("0.005",)] == 1
-    assert found["pdserve_itl_seconds_bucket"][("0.0025",)] == 0
-    assert found["pdserve_pages"] == {(s,): {"free": 5, "sealed": 3}.get(s, 0) for s in PAGE_STATES}
-
-
-def test_labels_come_from_closed_sets(port: tuple[Metrics, MetricsPort]) -> None:
-    metrics, serving = port
-    ended = metrics.counter("requests", "By outcome.", outcome=OUTCOMES)
-    for n in range(50):
-        ended.inc(outcome=f"made up {n}")
-    assert scrape(serving)["pdserve_requests_total"] == {("other",): 50}
-    with pytest.raises(ValueError, match="label names"):
-        ended.inc(tenant="x")
-
-
-def test_a_port_in_use_is_a_config_error_and_loopback_is_the_default() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(ConfigError, match="metrics_port"):
-            serve_metrics(taken.getsockname()[1], registry=Metrics().registry)
-
-
 def test_obs_needs_no_torch_ray_or_grpc() -> None:
     code = (
-        "import sys, pdserve.obs.logging, pdserve.obs.metrics\n"
+        "import sys, pdserve.obs.logging, pdserve.obs.metrics, pdserve.obs.port\n"
         "print([m for m in ('torch', 'ray', 'grpc', 'numpy', 'google.protobuf') if m in sys.modules])"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,0 +1,115 @@
+"""The HTTP port of a process that others watch: `/metrics` for Prometheus, and other small pages by path.
+
+Here: a server of its own on threads, so that a busy process still answers. Not here: the router's API
+(`router.http`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from socket import AF_INET, AF_INET6
+from socketserver import ThreadingMixIn
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication
+
+READ_TIMEOUT_S = 10.0
+"""A caller may take so long for its request line or to read a part of the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """One answer. status: of HTTP. content: its media type."""
+
+    body: bytes
+    status: int = 200
+    content: str = "text/plain; charset=utf-8"
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    block_on_close = False
+
+
+class _Server6(_Server):
+    address_family = AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = READ_TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a scrape every few seconds is no news."""
+
+    def address_string(self) -> str:
+        """The number: no name server is asked."""
+        return str(self.client_address[0])
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsPort:
+    """The running port. port: the one it listens on."""
+
+    port: int
+    _server: WSGIServer
+    _thread: Thread
+
+    def close(self) -> None:
+        """Stops listening and waits for it."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5)
+
+
+def serve_metrics(
+    port: int,
+    host: str = "127.0.0.1",
+    *,
+    registry: CollectorRegistry,
+    pages: Mapping[str, Callable[[], Page]] | None = None,
+    setting: str = "metrics_port",
+) -> MetricsPort:
+    """Serves `/metrics` of the registry, and `pages` by path, each made when asked for, on threads.
+
+    port 0 takes any free one. Raises ConfigError, naming `setting`, if the port can not be had.
+    """
+    kind = _Server6 if ":" in host else _Server
+    assert kind.address_family in (AF_INET, AF_INET6)
+    try:
+        server = kind((host, port), _Handler)
+    except (OSError, OverflowError):
+        raise ConfigError(
+            f"{setting}: port {port} can not be listened on; is it in use? Choose another, or 0."
+        ) from None
+    server.set_app(_app(make_wsgi_app(registry), dict(pages or {})))
+    thread = Thread(target=server.serve_forever, name=setting, daemon=True)
+    thread.start()
+    return MetricsPort(server.server_port, server, thread)
+
+
+def _app(metrics: WSGIApplication, pages: Mapping[str, Callable[[], Page]]) -> WSGIApplication:
+    def answer(environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
+        path, method = environ.get("PATH_INFO", ""), environ.get("REQUEST_METHOD", "")
+        if method not in ("GET", "HEAD"):
+            page = Page(body=b"only GET\n", status=HTTPStatus.METHOD_NOT_ALLOWED)
+        elif path == "/metrics":
+            return metrics(environ, start)
+        elif (make := pages.get(path)) is not None:
+            page = make()
+        else:
+            page = Page(body=b"there is nothing here; see /metrics\n", status=HTTPStatus.NOT_FOUND)
+        status = HTTPStatus(page.status)
+        headers = [("Content-Type", page.content), ("Content-Length", str(len(page.body)))]
+        start(f"{status.value} {status.phrase}", headers)
+        return [b"" if method == "HEAD" else page.body]
+
+    return answer
