@@ -1,0 +1,111 @@
+{{/* Names. A seat's pod name is its fleet's name, at most 63 characters: so much is left for us. */}}
+{{- define "pdserve.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 36 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 36 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 36 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "pdserve.instance" -}}
+pdserve.io/instance: {{ include "pdserve.fullname" . }}
+{{- end -}}
+
+{{/* Labels of objects. */}}
+{{- define "pdserve.labels" -}}
+app.kubernetes.io/name: pdserve
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{ include "pdserve.instance" . }}
+{{- with .Values.extraLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* What selects the pods of a component: (dict "root" $ "component" "router"). */}}
+{{- define "pdserve.selector" -}}
+{{ include "pdserve.instance" .root }}
+pdserve.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "pdserve.podLabels" -}}
+app.kubernetes.io/name: pdserve
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{ include "pdserve.selector" . }}
+{{- with .root.Values.extraLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "pdserve.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+{{- end -}}
+
+{{- define "pdserve.secret.fleet" -}}
+{{ .Values.secrets.fleet | default (printf "%s-fleet" (include "pdserve.fullname" .)) }}
+{{- end -}}
+{{- define "pdserve.secret.rayToken" -}}
+{{ .Values.secrets.rayToken | default (printf "%s-ray-token" (include "pdserve.fullname" .)) }}
+{{- end -}}
+{{- define "pdserve.secret.tls" -}}
+{{- if eq .Values.tls.mode "secret" -}}
+{{ required "tls.secretName: with tls.mode secret name the Secret that has ca.crt, tls.crt and tls.key" .Values.tls.secretName }}
+{{- else -}}
+{{ include "pdserve.fullname" . }}-node
+{{- end -}}
+{{- end -}}
+
+{{- define "pdserve.headService" -}}
+{{ include "pdserve.fullname" . }}-head-svc
+{{- end -}}
+
+{{/* A worker's address in the cluster: any address behind the headless Service of the routers. */}}
+{{- define "pdserve.routers" -}}
+dns+{{ include "pdserve.fullname" . }}-routers.{{ .Release.Namespace }}.svc:50051
+{{- end -}}
+
+{{/* Settings as TOML: whole numbers stay whole, which Helm's own toToml would not do. */}}
+{{- define "pdserve.toml" -}}
+{{- range $key, $value := . }}
+{{ $key }} = {{ include "pdserve.tomlValue" $value }}
+{{- end }}
+{{- end -}}
+{{- define "pdserve.tomlValue" -}}
+{{- if kindIs "string" . -}}
+{{ . | quote }}
+{{- else if kindIs "bool" . -}}
+{{ . }}
+{{- else if kindIs "slice" . -}}
+{{ . | toJson }}
+{{- else if eq (float64 (int64 .)) (float64 .) -}}
+{{ int64 . }}
+{{- else -}}
+{{ . }}
+{{- end -}}
+{{- end -}}
+
+{{/* Replicas of a role at most, and of its Ray nodes: a rollout that starts the new one first needs a spare. */}}
+{{- define "pdserve.minReplicas" -}}
+{{- if eq .root.Values.autoscaling.kind "none" -}}{{ int .role.replicas }}{{- else -}}{{ int .role.autoscaling.minReplicas }}{{- end -}}
+{{- end -}}
+{{- define "pdserve.maxReplicas" -}}
+{{- if eq .root.Values.autoscaling.kind "none" -}}{{ int .role.replicas }}{{- else -}}{{ int .role.autoscaling.maxReplicas }}{{- end -}}
+{{- end -}}
+{{- define "pdserve.surge" -}}
+{{- if or (eq .role.rollout "surge") (and (eq .role.rollout "auto") (eq (include "pdserve.minReplicas" .) "1")) -}}1{{- else -}}0{{- end -}}
+{{- end -}}
+{{- define "pdserve.maxNodes" -}}
+{{ add (int (include "pdserve.maxReplicas" .)) (int (include "pdserve.surge" .)) }}
+{{- end -}}
