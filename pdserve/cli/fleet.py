@@ -13,6 +13,7 @@ from pdserve.config.precision import RELAXED
 from pdserve.config.tls import tls_source
 from pdserve.errors import ConfigError
 from pdserve.fleet.rundirs import run_directory
+from pdserve.obs.logging import log_as
 from router.config import RouterConfig
 
 EXIT_OK, EXIT_INTERRUPTED = 0, 130
@@ -24,6 +25,7 @@ def run(config: ServeConfig) -> int:
         raise ConfigError("routers: name the routers the workers are to join")
     secret = RouterConfig(secret_file=config.secret_file).secret_bytes(os.environ).hex()
     tls_source(config)  # before anything is started
+    log_as(config, "fleet")
     phases = Phases()
     print(f"pdserve fleet: {config.model}, {describe(config.wanted())} workers", flush=True)
     if config.kv_mixing == RELAXED:

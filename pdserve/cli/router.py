@@ -20,6 +20,7 @@ def run(config: object, parent: int, ready_fd: int) -> int:
     parent: pid to end with, or 0. ready_fd: descriptor to tell {"address", "metrics_port", "http_url"} or
     {"error"} on, or -1. Raises PdserveError.
     """
+    from pdserve.obs.logging import log_as
     from router.main import serve
 
     if parent:
@@ -27,6 +28,7 @@ def run(config: object, parent: int, ready_fd: int) -> int:
 
         die_with_parent(parent)
     settings = cast("RouterConfig", config)
+    log_as(settings, "router")
 
     def listening(router: Router) -> None:
         print(f"router listens on {router.address}", flush=True)

@@ -22,6 +22,7 @@ from pdserve.config.tls import tls_source
 from pdserve.errors import Unavailable
 from pdserve.fleet.handle import FleetHandle
 from pdserve.fleet.rundirs import run_directory
+from pdserve.obs.logging import log_as
 
 EXIT_OK, EXIT_INTERRUPTED = 0, 130
 WATCH_S = 0.1
@@ -29,6 +30,7 @@ WATCH_S = 0.1
 
 def run(config: ServeConfig, file: Path | None) -> int:
     """Serves until a signal; returns the exit code. config: resolved. Raises PdserveError."""
+    log_as(config, "up")
     phases = Phases()
     numbers = f"{config.dtype}, precision {config.precision}"
     print(f"pdserve: {config.model} in {numbers}, {describe(config.wanted())} workers", flush=True)

@@ -23,6 +23,7 @@ from pdserve.errors import InternalError, PdserveError
 from pdserve.fleet.nice import raise_nice
 from pdserve.fleet.rank_actor import launch_rank
 from pdserve.garbage import keep_what_is_loaded
+from pdserve.obs.logging import log_as
 from pdserve.types import WorkerRecord
 
 T = TypeVar("T")
@@ -58,8 +59,8 @@ class WorkerActor:
     """One worker process. Ray calls the methods; they run side by side on the actor's event loop."""
 
     def __init__(self, config_json: str, worker_host: str) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         config = WorkerConfig.from_json(config_json)
+        log_as(config, "worker", worker=config.worker_id, role=config.role)
         raise_nice(config.nice)
         host = _node_address() if config.host == NODE_HOST else config.host
         # The nice value is in force for every thread now; the host must not add it again.

@@ -21,6 +21,7 @@ from pdserve.fleet.placement import actor_options, ensure_group, remove_group
 from pdserve.fleet.spec import FleetSpec
 from pdserve.fleet.store import load_wanted, running_workers, save_wanted
 from pdserve.fleet.supervise import Command, SlotState, Start, Supervisor
+from pdserve.obs.logging import log_as
 from pdserve.types import Role
 
 log = logging.getLogger("pdserve.fleet")
@@ -36,6 +37,7 @@ class FleetController:
 
     async def __init__(self, spec_json: str) -> None:  # type: ignore[misc]  # Ray awaits it
         self._spec = FleetSpec.from_json(spec_json)
+        log_as(next(iter(self._spec.templates.values())), "controller")
         wanted = await asyncio.to_thread(load_wanted) or self._spec.wanted
         self._supervisor = Supervisor(
             wanted, min_backoff_s=self._spec.min_backoff_s, max_backoff_s=self._spec.max_backoff_s

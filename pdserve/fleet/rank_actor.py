@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +28,13 @@ class RankActor:
     """One rank's process. Ray calls `run` once."""
 
     def __init__(self, config_json: str, nice: int) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         raise_nice(nice)
         self._config_json = config_json
 
     def run(self) -> int:
         """Serves until the leader says stop; the rank's exit status. A lost leader ends the process."""
         config = importlib.import_module(_CONFIG).RankConfig.from_json(self._config_json)
+        config.log()
         return int(importlib.import_module(_MEMBER).serve_rank(config))
 
 

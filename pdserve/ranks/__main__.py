@@ -14,10 +14,11 @@ from pdserve.ranks.member import EXIT_LOST, serve_rank
 
 def main() -> None:
     """Ends the process with the rank's status, at once: torch's threads have nothing to finish."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     failpoints.require_allowed()
     try:
-        status = serve_rank(RankConfig.from_json(sys.stdin.read()))
+        config = RankConfig.from_json(sys.stdin.read())
+        config.log()
+        status = serve_rank(config)
     except WorkerLost:
         status = EXIT_LOST
     logging.shutdown()

@@ -11,6 +11,7 @@ from typing import Protocol
 from pdserve.config.codec import from_json, to_json
 from pdserve.config.fields import setting
 from pdserve.config.worker import WorkerConfig
+from pdserve.obs.logging import log_as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,11 @@ class RankConfig:
     def meeting(self) -> Path:
         """The file in which the process group's ranks meet."""
         return meeting(Path(self.directory))
+
+    def log(self) -> None:
+        """Sets the logging of the rank's process up."""
+        worker = self.worker_config
+        log_as(worker, "rank", worker=worker.worker_id, role=worker.role, rank=self.rank)
 
     def to_json(self) -> str:
         """As one JSON object, for the rank's process only."""

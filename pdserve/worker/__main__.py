@@ -7,7 +7,6 @@ serves; SIGTERM or SIGINT drains it and ends it.
 from __future__ import annotations
 
 import json
-import logging
 import signal
 import sys
 import threading
@@ -15,6 +14,7 @@ import threading
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import PdserveError
 from pdserve.garbage import keep_what_is_loaded
+from pdserve.obs.logging import log_as
 from pdserve.worker.host import WorkerHost
 
 DRAIN_S = 30.0
@@ -22,12 +22,13 @@ DRAIN_S = 30.0
 
 def main() -> int:
     """Returns the exit status: 0 after a clean end, 1 when it could not start."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     done = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: done.set())
     try:
-        host = WorkerHost(WorkerConfig.from_json(sys.stdin.read()))
+        config = WorkerConfig.from_json(sys.stdin.read())
+        log_as(config, "worker", worker=config.worker_id, role=config.role)
+        host = WorkerHost(config)
         record = host.start()
         keep_what_is_loaded()
     except PdserveError as error:

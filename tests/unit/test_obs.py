@@ -73,7 +73,7 @@ def test_errors_are_told_by_label_and_long_values_are_cut() -> None:
         log.exception("refused", extra=fields(big="x" * 10_000))
     told = json.loads(stream.getvalue())
     assert told["error"] == "overloaded"
-    assert "trace" not in told
+    assert "traceback" not in told
     assert len(told["big"]) == MAX_VALUE_CHARS
 
 
@@ -85,7 +85,7 @@ def test_failures_of_our_own_keep_their_trace() -> None:
         log.exception("failed")
     told = json.loads(stream.getvalue())
     assert told["error"] == "KeyError"
-    assert "Traceback" in told["trace"]
+    assert "Traceback" in told["traceback"]
 
 
 def test_setting_up_again_replaces_the_handler() -> None:
