@@ -95,7 +95,8 @@ def query(expr: str, legend: str = "") -> Query:
 
 def rate(metric: str, by: str = "") -> str:
     """The summed rate of a counter, per second. metric: with its matchers. by: labels to keep."""
-    return f"sum{_by(by)} (rate({metric}[{WINDOW}]))"
+    kept = f" by ({by}) " if by else ""
+    return f"sum{kept}(rate({metric}[{WINDOW}]))"
 
 
 def share(part: str, whole: str, by: str = "") -> str:
@@ -118,7 +119,3 @@ def quantiles(histogram: str, matchers: str = "") -> tuple[Query, ...]:
     """Median, 95th and 99th percentile as three lines."""
     levels = ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
     return tuple(query(quantile(level, histogram, "", matchers), name) for level, name in levels)
-
-
-def _by(labels: str) -> str:
-    return f" by ({labels})" if labels else ""

@@ -1,0 +1,141 @@
+"""Workers and Ray: who is there, who should be, who restarts, and what each process takes."""
+
+from __future__ import annotations
+
+from pdserve.obs.dashboards.memory import OURS
+from pdserve.obs.dashboards.panel import Dashboard, Kind, Panel, Unit, query, rate
+
+_FLEET = (
+    Panel(
+        title="Workers by state",
+        unit=Unit.COUNT,
+        description="Workers by role and state as the routers see them: ready, suspect (a heartbeat is "
+        "late), draining, not ready (loading its model).",
+        queries=(query("max by (role, state) (pdserve_workers)", "{{role}} {{state}}"),),
+        kind=Kind.STACKED,
+    ),
+    Panel(
+        title="Workers wanted",
+        unit=Unit.COUNT,
+        description="Workers that fleet processes keep up on Ray, by role.",
+        queries=(query("sum by (role) (pdserve_fleet_wanted_workers)", "{{role}}"),),
+    ),
+    Panel(
+        title="Ray actors by state",
+        unit=Unit.COUNT,
+        description="Places for workers on Ray by role and state, as fleet processes see them. What waits "
+        "for a node shows here.",
+        queries=(query("sum by (role, state) (pdserve_fleet_workers)", "{{role}} {{state}}"),),
+        kind=Kind.STACKED,
+    ),
+    Panel(
+        title="Restarts",
+        unit=Unit.COUNT,
+        description="Ray actors started again within the last hour, by role. Several in a row: alert "
+        "PdserveWorkerFlapping.",
+        queries=(query("sum by (role) (increase(pdserve_fleet_restarts_total[1h]))", "{{role}}"),),
+        kind=Kind.STAT,
+    ),
+    Panel(
+        title="Ready",
+        unit=Unit.COUNT,
+        description="1 for each worker that takes requests, by its own word.",
+        queries=(query("pdserve_worker_ready", "{{role}} {{instance}}"),),
+    ),
+    Panel(
+        title="Draining",
+        unit=Unit.COUNT,
+        description="1 for each worker that finishes what it has and takes nothing new.",
+        queries=(query("pdserve_worker_draining", "{{role}} {{instance}}"),),
+    ),
+)
+
+_PROCESSES = (
+    Panel(
+        title="Processor time",
+        unit=Unit.CORES,
+        description="Cores that each router and worker keeps busy.",
+        queries=(
+            query(
+                f"rate(process_cpu_seconds_total[$__rate_interval]) and on (job, instance) {OURS}",
+                "{{job}} {{instance}}",
+            ),
+        ),
+    ),
+    Panel(
+        title="Age of processes",
+        unit=Unit.SECONDS,
+        description="Seconds since each router and worker started.",
+        queries=(
+            query(
+                f"time() - process_start_time_seconds and on (job, instance) {OURS}",
+                "{{job}} {{instance}}",
+            ),
+        ),
+    ),
+    Panel(
+        title="Open files",
+        unit=Unit.COUNT,
+        description="File descriptors of each router and worker, sockets included. They should not grow "
+        "without requests.",
+        queries=(
+            query(f"process_open_fds and on (job, instance) {OURS}", "{{job}} {{instance}}"),
+        ),
+    ),
+    Panel(
+        title="Versions",
+        unit=Unit.COUNT,
+        description="Routers by version: two lines only while an update is under way.",
+        queries=(query("count by (version) (pdserve_build_info)", "{{version}}"),),
+        kind=Kind.STAT,
+    ),
+    Panel(
+        title="Targets that answer",
+        unit=Unit.COUNT,
+        description="Processes that Prometheus reaches, of those it knows; empty lines are none.",
+        queries=(
+            query(
+                "count by (job) (up and on (job, instance) (pdserve_build_info or pdserve_worker_ready))",
+                "{{job}}",
+            ),
+        ),
+        kind=Kind.STAT,
+    ),
+    Panel(
+        title="Events on workers",
+        unit=Unit.PER_SECOND,
+        description="Everything else that workers count, by event (docs/metrics.md). Almost all of them are "
+        "zero on a healthy fleet.",
+        queries=(query(rate("pdserve_worker_events_total", "event"), "{{event}}"),),
+    ),
+)  # fmt: skip
+
+_EXPERTS = (
+    Panel(
+        title="Imbalance of experts",
+        unit=Unit.RATIO,
+        description="Load of the fullest ranks over the mean, of the worst worker by role; 0 for models "
+        "without experts.",
+        queries=(query("max by (role) (pdserve_expert_imbalance)", "{{role}}"),),
+    ),
+    Panel(
+        title="Lost ranks",
+        unit=Unit.COUNT,
+        description="Ranks that workers go on without, degraded.",
+        queries=(query("max by (role) (pdserve_lost_ranks)", "{{role}}"),),
+        kind=Kind.STAT,
+    ),
+    Panel(
+        title="Placements of experts",
+        unit=Unit.COUNT,
+        description="Moves of experts between ranks by how they ended, of the workers that are here now.",
+        queries=(query("max by (role, outcome) (pdserve_rebalances)", "{{role}} {{outcome}}"),),
+    ),
+)
+
+WORKERS = Dashboard(
+    uid="pdserve-workers",
+    title="pdserve: workers and Ray",
+    description="Who is there, who should be, who restarts, and what each process takes.",
+    panels=(*_FLEET, *_PROCESSES, *_EXPERTS),
+)
