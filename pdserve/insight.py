@@ -31,6 +31,15 @@ class WorkerStatus:
     heartbeat_age_s: float = 0.0
     suspect: bool = False
 
+    @property
+    def state(self) -> str:
+        """What the router thinks of it, in a word: "suspect", "draining", "ready" or "not ready"."""
+        if self.suspect:
+            return "suspect"
+        if self.load.draining:
+            return "draining"
+        return "ready" if self.load.ready else "not ready"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecondsHistogram:

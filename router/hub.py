@@ -83,6 +83,7 @@ class Hub:
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
+        self.closed = asyncio.Event()
         self.on_ready: Callable[[bool], None] = lambda ready: None
         self.roster.on_lost, self.roster.on_change = self._on_lost, self._on_change
         self.metrics.watch(self.roster.members, self._counts, config.insecure)
@@ -302,7 +303,8 @@ class Hub:
                 job.abort(_SHUT_DOWN)
 
     async def close(self) -> None:
-        """Ends all background work and all channels."""
+        """Ends all background work and all channels; whoever follows the router sees `closed`."""
+        self.closed.set()
         for job in tuple(self._jobs.values()):
             job.abort(_SHUT_DOWN)
         await self._tasks.cancel_all()

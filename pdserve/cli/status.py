@@ -74,7 +74,7 @@ def _row(worker: WorkerStatus) -> tuple[str, ...]:
         str(record.role),
         f"{record.peer.incarnation:016x}",
         str(record.pid),
-        state_of(worker),
+        worker.state,
         str(load.num_running),
         f"{load.num_waiting} ({load.waiting_tokens} tok)",
         f"{worker.outstanding_requests} ({worker.outstanding_tokens} tok)",
@@ -86,12 +86,3 @@ def _row(worker: WorkerStatus) -> tuple[str, ...]:
         f"{load.transfer_pages} ({load.peak_transfer_pages})",
         f"{worker.heartbeat_age_s:.1f} s",
     )
-
-
-def state_of(worker: WorkerStatus) -> str:
-    """What a router thinks of a worker, in a word."""
-    if worker.suspect:
-        return "suspect"
-    if worker.load.draining:
-        return "draining"
-    return "ready" if worker.load.ready else "not ready"

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pdserve.cli.connection import Router
-from pdserve.cli.rates import History, sparkline
-from pdserve.cli.status import state_of
 from pdserve.client import Client, FleetStatus, WorkerStatus
 from pdserve.errors import PdserveError
+from pdserve.obs.rates import History, sparkline
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -122,7 +121,7 @@ def _workers(status: FleetStatus) -> Table:
         table.add_row(
             worker.record.peer.worker_id,
             str(worker.record.role),
-            state_of(worker),
+            worker.state,
             str(load.num_running),
             f"{load.num_waiting} ({load.waiting_tokens:,} tok)",
             _bar(worker),

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -53,14 +53,7 @@ class Answer(Response):
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.ensure_future(self._run(scope, receive, send))
-        gone = asyncio.ensure_future(_gone(receive))
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            work.cancel()
-            gone.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+        await while_there(self._run(scope, receive, send), receive)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -108,6 +101,18 @@ class Answer(Response):
         if self._request_id:
             response.headers["x-request-id"] = self._request_id
         await response(scope, receive, send)
+
+
+async def while_there(response: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Runs a response to its end, or until the client has hung up: then it is cancelled."""
+    work = asyncio.ensure_future(response)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        work.cancel()
+        gone.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
 
 
 async def _gone(receive: Receive) -> None:

@@ -1,6 +1,7 @@
 """The application: routes, what is said of paths that are none, its OpenAPI page, limits before all of it.
 
-There is no page for browsers: those load scripts from elsewhere.
+FastAPI's pages for browsers are off: they load scripts from elsewhere. The one we have is our own
+(`status_page`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from router.http.gateway import Gateway
 from router.http.guard import Guard
 from router.http.route import Route, endpoint, json_response
 from router.http.routes import ROUTES, package_version
+from router.http.status_page import status_routes
 
 _PAGE = "/openapi.json"
 _REF = "#/components/schemas/{model}"
@@ -41,6 +43,8 @@ def application(gateway: Gateway) -> ASGIApp:
     app.add_exception_handler(HTTPException, _no_route)
     page = app.openapi
     app.openapi = lambda: _with_bodies(page())  # type: ignore[method-assign]
+    for route in status_routes(gateway):
+        app.add_api_route(route.path, endpoint(gateway, route), include_in_schema=False)
     app.add_api_route(_PAGE, endpoint(gateway, _page_route(app)), include_in_schema=False)
     return Guard(app)
 

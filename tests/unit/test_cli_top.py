@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pdserve.api import FleetStatus, SecondsHistogram, Traffic
-from pdserve.cli.rates import BLOCKS, History, Rates, quantile, rates, sparkline
 from pdserve.cli.top import screen
+from pdserve.obs.rates import BLOCKS, History, Rates, quantile, rates, sparkline
 from router.metrics import RouterMetrics
 from tests.support import message_values as some
 

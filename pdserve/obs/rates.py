@@ -1,6 +1,6 @@
 """What a fleet does now, from two looks at it: rates, and quantiles of the seconds between them. Pure.
 
-What does not live here: asking the router and drawing (`top`).
+What does not live here: asking the router, and drawing (`pdserve top`, the status page).
 """
 
 from __future__ import annotations
