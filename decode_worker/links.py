@@ -116,8 +116,7 @@ class Link:
                     async for response in stub.Exchange(self._requests(self._stream)):
                         failures = 0
                         envelopes, num_unreadable = convert.envelopes_from_pb(response.envelopes)
-                        for _ in range(num_unreadable):
-                            self._port.count("unreadable_envelopes")
+                        self._port.count("unreadable_envelopes", num_unreadable)
                         self._receive(envelopes)
                 except grpc.aio.AioRpcError as error:
                     log.info("link to a prefill worker broke: %s", error.code().name)
@@ -162,7 +161,6 @@ class Link:
             for each in envelopes
             if (each.sender, each.sender_incarnation) == peer and each.receiver_incarnation == me
         ]
-        for _ in range(len(envelopes) - len(ours)):
-            self._port.count("foreign_envelopes")
+        self._port.count("foreign_envelopes", len(envelopes) - len(ours))
         if ours:
             self._port.feed(lambda now: [e for each in ours for e in self._role.message(*peer, each, now)])

@@ -92,8 +92,8 @@ class WorkerPort(Protocol):
         """The same from any thread, in the order of the calls."""
         ...
 
-    def count(self, name: str) -> None:
-        """Adds one to a counter: nothing is dropped silently. Control thread only."""
+    def count(self, name: str, amount: int = 1) -> None:
+        """Adds to a counter: nothing is dropped silently. Control thread only."""
         ...
 
     def on(self, effect: type[E], handler: Callable[[E], None]) -> None:

@@ -18,7 +18,7 @@ from kvtransfer.port import WorkerPort
 from pdserve.errors import InvalidRequest, StalePeer
 from pdserve.messages import Envelope, Outcome, Prefilled, PrefillRequest, Refused
 from pdserve.rpc import convert
-from pdserve.rpc.outbox import Outbox
+from pdserve.rpc.outbox import MAX_BATCH, Outbox
 from pdserve.rpc.server import RpcServer
 from pdserve.rpc.v1 import prefill_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from pdserve.types import Key
@@ -126,9 +126,10 @@ class PrefillDriver(
         self, request_iterator: AsyncIterator[transfer_pb2.ExchangeRequest], context: Context
     ) -> AsyncIterator[transfer_pb2.ExchangeResponse]:
         """A decode worker dialled. Its first envelope says who it is; the stream serves that incarnation."""
-        hello = [convert.envelope_from_pb(each) for each in (await anext(request_iterator)).envelopes]
-        if not hello:
-            raise InvalidRequest.field("envelopes", "a stream begins with who it is")
+        opening = (await anext(request_iterator)).envelopes
+        if not 0 < len(opening) <= MAX_BATCH:
+            raise InvalidRequest.field("envelopes", f"a stream begins with who it is, in 1 to {MAX_BATCH}")
+        hello = [convert.envelope_from_pb(each) for each in opening]
         first = hello[0]
         if first.receiver_incarnation != self._port.parts.context.incarnation:
             raise StalePeer("this worker was restarted since")
@@ -151,8 +152,7 @@ class PrefillDriver(
     ) -> None:
         async for request in requests:
             envelopes, num_unreadable = convert.envelopes_from_pb(request.envelopes)
-            for _ in range(num_unreadable):
-                self._port.count("unreadable_envelopes")
+            self._port.count("unreadable_envelopes", num_unreadable)
             self._receive(envelopes, peer)
 
     def _receive(self, envelopes: Sequence[Envelope], peer: tuple[str, int]) -> None:
@@ -163,8 +163,7 @@ class PrefillDriver(
             for each in envelopes
             if (each.sender, each.sender_incarnation) == peer and each.receiver_incarnation == me
         ]
-        for _ in range(len(envelopes) - len(ours)):
-            self._port.count("foreign_envelopes")
+        self._port.count("foreign_envelopes", len(envelopes) - len(ours))
         if ours:
             self._port.feed(lambda now: [e for each in ours for e in self.role.message(*peer, each, now)])
 

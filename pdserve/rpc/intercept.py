@@ -33,14 +33,23 @@ class _Unreadable:
     """Stands for a request that could not be parsed: left to itself, grpc answers with reprs of internals."""
 
 
-async def fail(context: Context, error: Exception) -> None:
-    """Ends the call with the status of `error`. Anything not ours is logged and sent as INTERNAL."""
+async def _fail(context: Context, error: PdserveError) -> None:
+    """Ends the call with the status of `error`.
+
+    To be called where the request is held no more: gRPC keeps what a call was aborted with, all its frames
+    included, until Python's collector comes, and a request can have many megabytes.
+    """
+    await context.abort(code_of(error), error.message, trailers_of(error))
+
+
+def _ours(error: Exception) -> PdserveError:
+    """What the client is told, without frames; what is not ours is logged first."""
     if isinstance(error, DecodeError):
         error = InvalidRequest("The request is not a message of this protocol; update the client.")
     if not isinstance(error, PdserveError):
         log.error("a call failed unexpectedly", exc_info=error)
         error = InternalError("The server failed on this request; its log has the details.")
-    await context.abort(code_of(error), error.message, trailers_of(error))
+    return error.with_traceback(None)
 
 
 def _guard(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +67,9 @@ def _guard_coroutine(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awa
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:
-            await fail(context, error)
+            failure = _ours(error)
+        del request
+        return await _fail(context, failure)
 
     return guarded
 
@@ -70,10 +81,13 @@ def _guard_generator(method: Callable[..., AsyncGenerator[Any]]) -> Callable[...
             async with contextlib.aclosing(method(request, context)) as responses:
                 async for response in responses:
                     yield response
+            return
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:
-            await fail(context, error)
+            failure = _ours(error)
+        del request
+        await _fail(context, failure)
 
     return guarded
 

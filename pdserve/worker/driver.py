@@ -100,9 +100,10 @@ class Driver:
         for _ in range(len(self._inbox)):
             self.feed(self._inbox.popleft())
 
-    def count(self, name: str) -> None:
-        """Adds one to a counter."""
-        self._count(Count(name=name))
+    def count(self, name: str, amount: int = 1) -> None:
+        """Adds to a counter; one without any is not made."""
+        if amount:
+            self._count(Count(name=name, amount=amount))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits until a condition on the core holds."""

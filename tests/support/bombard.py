@@ -26,7 +26,7 @@ CALL_S = 20.0
 MAX_EVENTS = 6
 """Read of a stream before it is cancelled: long ones are hostile enough by their beginning."""
 NEVER = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-GROWTH_BYTES = 200 << 20
+GROWTH_BYTES = 100 << 20
 
 
 def bombard(

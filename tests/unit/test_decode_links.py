@@ -45,8 +45,8 @@ class Port:
     def on(self, effect: type, handler: Callable[[Any], None]) -> None:
         self.handlers[effect] = handler
 
-    def count(self, name: str) -> None:
-        raise AssertionError(name)
+    def count(self, name: str, amount: int = 1) -> None:
+        assert not amount, name
 
 
 async def test_who_dials_while_a_given_up_link_closes_gets_a_new_one() -> None:

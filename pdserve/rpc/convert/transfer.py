@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from pdserve.errors import InvalidRequest
 from pdserve.messages import (
@@ -28,6 +28,7 @@ from pdserve.rpc.convert.values import (
     outcome_from_pb,
     outcome_to_pb,
 )
+from pdserve.rpc.outbox import MAX_BATCH
 from pdserve.rpc.v1 import transfer_pb2 as pb
 from pdserve.types import PageName
 
@@ -94,12 +95,12 @@ def envelope_from_pb(message: pb.Envelope) -> Envelope:
     )
 
 
-def envelopes_from_pb(messages: Iterable[pb.Envelope]) -> tuple[list[Envelope], int]:
+def envelopes_from_pb(messages: Sequence[pb.Envelope]) -> tuple[list[Envelope], int]:
     """Those that can be read, and how many can not: one that is from a later version, or broken, must not
-    take the others along."""
+    take the others along. Nobody sends more than MAX_BATCH at once; what is beyond is not read."""
     read: list[Envelope] = []
-    num_unreadable = 0
-    for message in messages:
+    num_unreadable = max(0, len(messages) - MAX_BATCH)
+    for message in messages[:MAX_BATCH]:
         try:
             read.append(envelope_from_pb(message))
         except InvalidRequest:
