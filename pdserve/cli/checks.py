@@ -192,9 +192,11 @@ def _open_to_all(process: psutil.Process) -> Iterator[int]:
 
 def compiler() -> Check:
     """What builds the CPU kernels at the first start, and where they are kept."""
-    from pdserve.kernels.build import find_compiler
+    from pdserve.kernels.build import find_compiler, found_before
 
     try:
+        if found_before() is not None:
+            return check("compiler", True, "none is needed: the kernels were compiled before", "")
         command = find_compiler()
     except ConfigError as error:
         return check("compiler", False, "none", error.message, Verdict.FAIL)

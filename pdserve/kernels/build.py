@@ -3,7 +3,8 @@
 The library is cached under $XDG_CACHE_HOME/pdserve (default ~/.cache/pdserve) by a hash of sources, flags,
 compiler version and CPU flags, and put in place by one rename; a file lock keeps two processes from building
 at once. It is code that will run here: the folder must be the user's own and is closed to others, and a file
-that is not the one that was built (by its SHA-256, kept beside it) is built again. Loading is `native`.
+that is not the one that was built (by its SHA-256, kept beside it) is built again. An image brings libraries
+along instead (`prebuilt`). Loading is `native`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.errors import ConfigError
+from pdserve.kernels import prebuilt
 
 _SOURCES = Path(__file__).with_name("csrc")
 _FLAGS = (
@@ -80,17 +82,60 @@ def has_byte_products(environ: Mapping[str, str] = os.environ) -> bool:
     return chosen_isa(cpu, environ) != "avx2" and "avx512_vnni" in cpu.split()
 
 
+def built(sources: Path = _SOURCES, name: str = "kernels") -> Path:
+    """Path of the library of a folder's C++: one compiled before, or else built here and kept.
+
+    Raises ConfigError as `plan_build` and `ensure_built` do.
+    """
+    return found_before(sources, name) or ensure_built(plan_build(sources, name))
+
+
+def found_before(sources: Path = _SOURCES, name: str = "kernels") -> Path | None:
+    """The best library for this CPU that was compiled before, as it was then; None if there is none."""
+    if not prebuilt.FOLDER.is_dir():
+        return None
+    cpu = _cpu()
+    source = source_hash(sources)
+    for target in prebuilt.candidates(chosen_isa(cpu), cpu):
+        library = prebuilt.FOLDER / prebuilt.file_name(name, target, source)
+        if _is_as_built(library):
+            return library
+    return None
+
+
+def build_for(name: str, sources: Path, target: prebuilt.Target, folder: Path) -> Path:
+    """Compiles a library for other machines of one kind. Raises ConfigError if it does not compile."""
+    source = source_hash(sources)
+    flags = (*_FLAGS, *target.flags)
+    library = folder / prebuilt.file_name(name, target, source)
+    plan = BuildPlan(
+        name=name, sources=sources, compiler=find_compiler(), flags=flags, key="", source_hash=source
+    )
+    _build(plan, library, f"for {target.name}")
+    return library
+
+
+def source_hash(sources: Path = _SOURCES) -> str:
+    """Of a folder's C++ alone."""
+    return _source_digest(sources).hex()[:12]
+
+
+def _source_digest(sources: Path) -> bytes:
+    digest = hashlib.sha256()
+    for path in sorted(sources.iterdir()):
+        if path.suffix in (".cpp", ".h"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.digest()
+
+
 def plan_build(sources: Path = _SOURCES, name: str = "kernels") -> BuildPlan:
     """What would be built here of a folder's C++. Raises ConfigError without a compiler or AVX2."""
     cpu = _cpu()
     compiler = find_compiler()
     flags = (*_FLAGS, *_ISA_FLAGS[chosen_isa(cpu)])
-    source_hash = hashlib.sha256()
-    for path in sorted(sources.iterdir()):
-        if path.suffix in (".cpp", ".h"):
-            source_hash.update(path.name.encode() + b"\0" + path.read_bytes())
+    source = _source_digest(sources)
     version = _run((*compiler, "--version")).splitlines()[0]
-    key = hashlib.sha256(source_hash.digest())
+    key = hashlib.sha256(source)
     for part in (*compiler, *flags, version, *sorted(set(cpu.split()))):
         key.update(part.encode() + b"\0")
     return BuildPlan(
@@ -99,7 +144,7 @@ def plan_build(sources: Path = _SOURCES, name: str = "kernels") -> BuildPlan:
         compiler=compiler,
         flags=flags,
         key=key.hexdigest()[:24],
-        source_hash=source_hash.hexdigest()[:12],
+        source_hash=source.hex()[:12],
     )
 
 
@@ -132,8 +177,8 @@ def _is_as_built(library: Path) -> bool:
         return False
 
 
-def _build(plan: BuildPlan, target: Path) -> None:
-    print(f"building CPU {plan.name} (once per machine)…", end="", file=sys.stderr, flush=True)
+def _build(plan: BuildPlan, target: Path, what: str = "(once per machine)") -> None:
+    print(f"building CPU {plan.name} {what}…", end="", file=sys.stderr, flush=True)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         sources = sorted(plan.sources.glob("*.cpp"))

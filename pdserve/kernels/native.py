@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pdserve.errors import ConfigError, InternalError
-from pdserve.kernels.build import ensure_built, plan_build
+from pdserve.kernels.build import built, source_hash
 
 DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1}
 """The C++ side's `Dtype` (csrc/common.h)."""
@@ -53,7 +53,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 @functools.cache
 def library() -> ctypes.CDLL:
     """The kernels, built on first use. Raises ConfigError where they can not be built."""
-    path = ensure_built(plan_build())
+    path = built()
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError:
@@ -84,7 +84,7 @@ def numerics_id(dtype: str) -> str:
     Made of dtype, instruction set and kernel source. Threads, batch and chunking are not in it: no result
     depends on them.
     """
-    return f"cpu-{isa()}-{dtype}-{plan_build().source_hash}"
+    return f"cpu-{isa()}-{dtype}-{source_hash()}"
 
 
 def check(status: int) -> None:

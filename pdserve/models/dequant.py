@@ -20,7 +20,7 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pdserve.errors import ConfigError, ModelError
-from pdserve.kernels.build import ensure_built, plan_build
+from pdserve.kernels.build import built
 
 Kind = GGMLQuantizationType
 CHUNK_ELEMENTS = 1 << 18
@@ -110,7 +110,7 @@ def with_torch(
 def _library() -> ctypes.CDLL | None:
     """None where it can not be built."""
     try:
-        loaded = ctypes.CDLL(str(ensure_built(plan_build(Path(__file__).with_name("csrc"), "dequant"))))
+        loaded = ctypes.CDLL(str(built(Path(__file__).with_name("csrc"), "dequant")))
     except (ConfigError, OSError):
         return None
     at, number = ctypes.c_void_p, ctypes.c_int

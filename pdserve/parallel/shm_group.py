@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from pdserve.errors import WorkerLost
-from pdserve.kernels.build import ensure_built, plan_build
+from pdserve.kernels.build import built
 from pdserve.parallel.group import LATE, TIMEOUT_S, Traffic, received, row_bytes, sent_away
 
 SLOT_BYTES = 1 << 20
@@ -36,7 +36,7 @@ _P, _I, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 @functools.cache
 def _library() -> ctypes.CDLL:
     """Raises ConfigError where it can not be built."""
-    loaded = ctypes.CDLL(str(ensure_built(plan_build(_SOURCES, "exchange"))))
+    loaded = ctypes.CDLL(str(built(_SOURCES, "exchange")))
     head = (_P, _I, _I, _I, _P)
     loaded.pdx_add.argtypes = (*head, _P, _I, _N, ctypes.c_double)
     loaded.pdx_gather.argtypes = (*head, _P, _P, _I, ctypes.c_double)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pdserve.kernels.build import ensure_built, plan_build
+from pdserve.kernels.build import built
 
 SLICE_BYTES = 128 << 10
 """A multiple of 64."""
@@ -36,7 +36,7 @@ Piece = tuple[int, int]
 @functools.cache
 def _library() -> ctypes.CDLL:
     """Raises ConfigError where it can not be built."""
-    loaded = ctypes.CDLL(str(ensure_built(plan_build(_SOURCES, "ferry"))))
+    loaded = ctypes.CDLL(str(built(_SOURCES, "ferry")))
     at, size = ctypes.c_void_p, ctypes.c_int64
     loaded.pdf_carry.argtypes = (at, size, at, ctypes.c_int, size, size, at, at, at)
     return loaded
