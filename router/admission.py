@@ -27,6 +27,14 @@ class QueueLimits:
     tenant_share: float = 1.0
 
 
+class Shed(Overloaded):
+    """A request that may not wait. reason: of `pdserve.obs.catalogue.router.SHED_REASONS`."""
+
+    def __init__(self, reason: str, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.reason = reason
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
     """One queued request. Times on the router's monotonic clock.
@@ -65,6 +73,11 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._order)
 
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens that wait."""
+        return self._tokens
+
     def __iter__(self) -> Iterator[Waiting]:
         """All in order."""
         return iter(tuple(self._order))
@@ -72,7 +85,7 @@ class AdmissionQueue:
     def offer(self, entry: Waiting, now: float) -> tuple[Waiting, ...]:
         """Takes a new request; returns those of lower priority that are shed for it (the caller ends them).
 
-        Raises Overloaded if the queue is full of equal or better ones, its tenant has its share of it, or
+        Raises Shed if the queue is full of equal or better ones, its tenant has its share of it, or
         the deadline would pass in it.
         """
         self._check_share(entry)
@@ -81,7 +94,7 @@ class AdmissionQueue:
             message = (
                 "The request would still be queued at its deadline: come back later, or allow more time."
             )
-            raise Overloaded(message, retry_after_s=self.retry_after_s())
+            raise Shed("deadline", message, retry_after_s=self.retry_after_s())
         shed = self._make_room(entry)
         self._insert(entry)
         return shed
@@ -129,14 +142,15 @@ class AdmissionQueue:
         return bisect.bisect_left(self._order, entry.rank, key=_rank) * self._interval_s
 
     def _make_room(self, entry: Waiting) -> tuple[Waiting, ...]:
-        """Removes what has to go for `entry`: of lower priority, never tried. Raises Overloaded."""
+        """Removes what has to go for `entry`: of lower priority, never tried. Raises Shed."""
         requests, tokens = len(self._order), self._tokens
         victims: list[Waiting] = []
         candidates = (w for w in reversed(self._order) if not w.tried and w.priority > entry.priority)
         while requests + 1 > self.limits.max_requests or tokens + entry.tokens > self.limits.max_tokens:
             victim = next(candidates, None)
             if victim is None:
-                raise Overloaded("The queue is full: come back later.", retry_after_s=self.retry_after_s())
+                message = "The queue is full: come back later."
+                raise Shed("queue_full", message, retry_after_s=self.retry_after_s())
             victims.append(victim)
             requests, tokens = requests - 1, tokens - victim.tokens
         for victim in victims:
@@ -161,7 +175,7 @@ class AdmissionQueue:
         full = requests + 1 > share * self.limits.max_requests
         if share < 1 and requests and (full or tokens + entry.tokens > share * self.limits.max_tokens):
             message = "As many requests of this tenant wait as may: come back later."
-            raise Overloaded(message, retry_after_s=self.retry_after_s())
+            raise Shed("tenant_share", message, retry_after_s=self.retry_after_s())
 
     def _learn(self, now: float) -> None:
         """Smoothed time between departures; only while others wait, as an idle queue says nothing."""

@@ -149,6 +149,16 @@ class RouterConfig(TelemetrySettings):
         30.0, help="How long running requests may take to finish at shutdown.", unit="seconds", minimum=0
     )
 
+    slo_ttft_s: float = setting(
+        2.0,
+        help="Objective of metrics: a request's first token comes in this time.",
+        unit="seconds",
+        minimum=0,
+    )
+    slo_itl_s: float = setting(
+        0.1, help="Objective of metrics: a request's mean gap between tokens.", unit="seconds", minimum=0
+    )
+
     def __post_init__(self) -> None:
         tls_files(self)
         given = {"jwt_issuer": self.jwt_issuer, "jwt_audience": self.jwt_audience}

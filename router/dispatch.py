@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from pdserve import failpoints
 from pdserve.clock import Clock
 from pdserve.types import Key, PeerRef
 from router import events as ev
-from router.admission import AdmissionQueue, QueueLimits, Waiting
+from router.admission import AdmissionQueue, QueueLimits, Shed, Waiting
 from router.config import RouterConfig
 from router.inflight import InFlight
 from router.policy import Ask, NoChoice, PolicyConfig, choose, choose_prefill
@@ -67,10 +68,17 @@ class Dispatcher:
         self.inflight = InFlight()
         self.why = ""
         """Why the queue's head did not get a worker when last tried; "" if it did."""
+        self.on_shed: Callable[[str], None] = lambda reason: None
+        """Called with why a request may not wait, or not any longer."""
 
     @property
     def num_queued(self) -> int:
         return len(self._queue)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens that wait."""
+        return self._queue.tokens
 
     def submit(self, request: Queued) -> None:
         """Queues a new request. Raises Overloaded if it can not wait here; a part of an admitted one can."""
@@ -80,9 +88,13 @@ class Dispatcher:
             self._waiting[entry.request_id] = request
             self.poke()
             return
-        shed = self._queue.offer(entry, self._clock.now())
+        try:
+            shed = self._queue.offer(entry, self._clock.now())
+        except Shed as error:
+            self.on_shed(error.reason)
+            raise
         self._waiting[entry.request_id] = request
-        self._shed(shed, "The queue is full of more urgent requests: come back later.")
+        self._shed(shed, "The queue is full of more urgent requests: come back later.", "displaced")
         self.poke()
 
     def requeue(self, request: Queued, effect: ev.Requeue) -> None:
@@ -118,8 +130,9 @@ class Dispatcher:
             decode_tokens=rows,
         )
 
-    def reserved(self, key: Key) -> None:
-        """The try's decode worker has taken it."""
+    def reserved(self, key: Key, hit_tokens: int) -> None:
+        """The try's decode worker has taken it, and has pages of so many prompt tokens."""
+        self.inflight.found(key, hit_tokens)
         worker = self.inflight.decode_of(key)
         if worker is not None and self._room.answered(worker, key):
             self.poke()
@@ -154,11 +167,12 @@ class Dispatcher:
 
     def tick(self) -> None:
         """Time passed: sheds what waited too long."""
-        self._shed(self._queue.expired(self._clock.now()), SHED_MESSAGE)
+        self._shed(self._queue.expired(self._clock.now()), SHED_MESSAGE, "waited_too_long")
         self.poke()
 
-    def _shed(self, entries: tuple[Waiting, ...], message: str) -> None:
+    def _shed(self, entries: tuple[Waiting, ...], message: str, reason: str) -> None:
         for entry in entries:
+            self.on_shed(reason)
             request = self._waiting.pop(entry.request_id)
             request.apply(ev.Shed(message=message, retry_after_s=self._queue.retry_after_s()))
 

@@ -28,6 +28,7 @@ from pdserve.messages import Evaluate, Evaluated, EvaluateParams
 from pdserve.rpc.convert import evaluate_to_pb, evaluated_from_pb
 from pdserve.rpc.status import error_from_rpc
 from pdserve.types import Key, PeerRef
+from router.admission import Shed
 from router.calls import LOST_MESSAGE
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
@@ -139,8 +140,12 @@ class Evaluator:
     @asynccontextmanager
     async def _turn(self, text: Text) -> AsyncIterator[None]:
         """Waits until few enough are at workers. Raises Overloaded where too many wait."""
-        with self._line.waiting(text.tenant, len(text.token_ids)):
-            await self._turns.acquire()
+        try:
+            with self._line.waiting(text.tenant, len(text.token_ids)):
+                await self._turns.acquire()
+        except Shed as error:
+            self._dispatcher.on_shed(error.reason)
+            raise
         try:
             yield
         finally:
@@ -163,7 +168,8 @@ class Line:
         own = self._by_tenant.get(tenant, (0, 0))
         share = self._share if own[0] else 1.0
         if not self._fits(self._all, num_tokens, 1.0) or not self._fits(own, num_tokens, share):
-            raise Overloaded("Too many texts wait to be computed: come back later.", retry_after_s=1.0)
+            message = "Too many texts wait to be computed: come back later."
+            raise Shed("texts_full", message, retry_after_s=1.0)
         self._count(tenant, 1, num_tokens)
         try:
             yield

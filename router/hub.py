@@ -25,6 +25,8 @@ from pdserve.api import (
 from pdserve.clock import Clock
 from pdserve.errors import Draining, PdserveError, Unavailable, UnknownModel, UnknownRequest
 from pdserve.messages import Outcome
+from pdserve.obs.catalogue import router as names
+from pdserve.obs.metrics import Readings
 from pdserve.tls import TlsSource
 from pdserve.types import ModelLimits
 from router import events as ev
@@ -37,6 +39,7 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.evaluate import Evaluator
 from router.explain import MAX_EXPLAINED, Explained
+from router.fleet_gauges import FleetGauges
 from router.job import Job, Watched
 from router.metrics import RouterMetrics
 from router.model import ServedModel
@@ -61,7 +64,7 @@ class Hub:
         """tls: our certificate. Raises ConfigError if there is no usable fleet secret."""
         self.config = config
         self.router_id = secrets.token_hex(8)
-        self.metrics = RouterMetrics()
+        self.metrics = RouterMetrics(slo_ttft_s=config.slo_ttft_s, slo_itl_s=config.slo_itl_s)
         secret = config.secret_bytes()
         self.roster = Roster(config, clock, self.router_id, secret, tls)
         self._clock, self._started_at = clock, clock.now()
@@ -86,7 +89,12 @@ class Hub:
         self.closed = asyncio.Event()
         self.on_ready: Callable[[bool], None] = lambda ready: None
         self.roster.on_lost, self.roster.on_change = self._on_lost, self._on_change
-        self.metrics.watch(self.roster.members, self._counts, config.insecure)
+        self._services.dispatcher.on_shed = self.metrics.shed
+        gauges = FleetGauges(self.roster, self._services.dispatcher, insecure=config.insecure)
+        self.metrics.watch(gauges.read)
+        self.metrics.watch(self._read_counts)
+        if config.vllm_metrics:
+            self.metrics.add_vllm_names(gauges.vllm_facts)
 
     def start(self) -> None:
         """Begins to watch the clock. Call it in the running loop."""
@@ -109,7 +117,10 @@ class Hub:
             self._enter(job)
             async with aclosing(_answer(job)) as events:  # type: ignore[type-var]
                 async for event in events:
-                    outcome = event.finish_reason if isinstance(event, End) else outcome
+                    if isinstance(event, End):
+                        outcome = event.finish_reason
+                        seconds = self._clock.now() - job.shared.started_at
+                        self.metrics.finished(job.mode, seconds, event.usage)
                     yield event
                     if isinstance(event, Admitted) and (source.echo or source.prompt_logprobs is not None):
                         yield await job.beside(prompt_info(job, source, self.evaluator))
@@ -261,6 +272,11 @@ class Hub:
     def _counts(self) -> tuple[int, int]:
         queued = self._services.dispatcher.num_queued
         return queued, max(0, len(self._watched.runs) - queued) + self._guests
+
+    def _read_counts(self, into: Readings) -> None:
+        queued, running = self._counts()
+        into.set(names.QUEUED, queued)
+        into.set(names.RUNNING, running)
 
     # -- what happens to workers -----------------------------------------------------------------------
 

@@ -39,10 +39,14 @@ class InFlight:
     _decode: dict[Key, _Share] = field(default_factory=dict)
     _last: dict[int, int] = field(default_factory=dict)
     _choices: int = 0
+    _uncached: dict[Key, int] = field(default_factory=dict)
+    uncached_tokens: int = 0
+    """Prompt tokens of all tries that nobody is known to have, and that are not computed yet."""
 
     def add(self, key: Key, *, decode: int, prefill: int, prefill_tokens: int, decode_tokens: int) -> None:
         """Counts a try. prefill: who computes the prompt; the decode worker itself in local mode."""
         self._prefill[key] = _Share(prefill, prefill_tokens)
+        self._set_uncached(key, prefill_tokens)
         self._decode[key] = _Share(decode, decode_tokens)
         self._change(prefill, tokens=prefill_tokens, requests=1)
         self._change(decode, decode_tokens=decode_tokens, decode_requests=1)
@@ -51,6 +55,7 @@ class InFlight:
 
     def release_prefill(self, key: Key) -> int | None:
         """The prompt of this try is computed or given up. Returns the worker that has room again."""
+        self._set_uncached(key, 0)
         share = self._prefill.pop(key, None)
         if share is None:
             return None
@@ -65,6 +70,14 @@ class InFlight:
             return None
         self._change(share.worker, decode_tokens=-share.tokens, decode_requests=-1)
         return share.worker
+
+    def found(self, key: Key, hit_tokens: int) -> None:
+        """The try's decode worker has pages of so many of its prompt tokens; as a rule prefill does, too."""
+        self._set_uncached(key, max(0, self._uncached.get(key, 0) - hit_tokens))
+
+    def computed(self, key: Key) -> None:
+        """The try's first token has come: its prompt is computed, by whomever."""
+        self._set_uncached(key, 0)
 
     def decode_of(self, key: Key) -> int | None:
         """The decode worker that this try is counted at."""
@@ -87,6 +100,11 @@ class InFlight:
     def is_empty(self) -> bool:
         """Whether nothing is outstanding anywhere."""
         return not self._prefill and not self._decode
+
+    def _set_uncached(self, key: Key, tokens: int) -> None:
+        self.uncached_tokens += tokens - self._uncached.pop(key, 0)
+        if tokens:
+            self._uncached[key] = tokens
 
     def _change(
         self,

@@ -58,6 +58,12 @@ class Job:
         self._aborted: ev.AbortAsked | None = None
         self._work: asyncio.Future[Any] | None = None
 
+    @property
+    def mode(self) -> str:
+        """Who computed the prompt, once its first run has a token: of `router.metrics.MODES`."""
+        assert self._first is not None
+        return self._first.mode
+
     def start(
         self, request: ValidRequest, *, choice: int = 0, pinned: PeerRef | None = None, remember: bool = True
     ) -> RequestRun:

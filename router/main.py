@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pdserve import failpoints
 from pdserve.clock import Clock, MonotonicClock
 from pdserve.config.tls import tls_source
+from pdserve.obs.port import MetricsPort, Page
 from pdserve.rpc.guard import AccessGuard
 from pdserve.rpc.server import RpcServer, ServerOptions
 from pdserve.rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc
@@ -20,8 +21,8 @@ from router.auth.clients import EdgeClients
 from router.config import RouterConfig
 from router.http.serving import http_server
 from router.hub import Hub
-from router.metrics import MetricsPort
 from router.service import CLUSTER, INFERENCE, ClusterServicer, InferenceServicer
+from router.targets import targets
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ class Router:
     async def start(self) -> None:
         """Listens. Health says that inference is served once a request has a path. Raises ConfigError."""
         if self._config.metrics:
-            self._metrics = self.hub.metrics.serve(self._config.host, self._config.metrics_port)
+            pages = {"/targets": self._targets}
+            self._metrics = self.hub.metrics.serve(self._config.host, self._config.metrics_port, pages)
         try:
             await self._rpc.start(CLUSTER, *self._served)
             if self._http is not None:
@@ -91,6 +93,10 @@ class Router:
         await self._set_serving(False)
         self.hub.on_ready = self._on_ready
         self.hub.start()
+
+    def _targets(self) -> Page:
+        """What Prometheus should scrape. Called on a thread of the metrics port."""
+        return targets(f"{self._config.host}:{self.metrics_port}", self.hub.roster.members())
 
     def _on_ready(self, ready: bool) -> None:
         if ready == self._ready:

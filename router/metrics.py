@@ -1,99 +1,108 @@
-"""Prometheus metrics of a router and the port they are read from. Labels come from closed sets."""
+"""Prometheus metrics of a router: what it counts, and the port they are read from.
+
+Names, labels and buckets: `pdserve.obs.catalogue.router`. Not here: gauges of the fleet (`fleet_gauges`), and
+what one run of a request counts (`run_metrics`).
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
+from prometheus_client import Histogram
 
+from pdserve import __version__
 from pdserve.api import SecondsHistogram, Traffic
-from pdserve.errors import BY_LABEL, ConfigError
-from pdserve.obs.catalogue.kinds import PAGE_STATES
+from pdserve.obs.catalogue import ROUTER, Metric
+from pdserve.obs.catalogue import router as names
+from pdserve.obs.catalogue.vllm import ROUTER_ALIASES
 from pdserve.obs.ledger import path_seconds
-from pdserve.types import AGE_LIMITS_S, REBALANCE_OUTCOMES, FinishReason, Ledger, Phase, Role, UsedState
-from router.auth.refusals import Reason
-from router.membership import Member
+from pdserve.obs.metrics import MetricSet, Readings
+from pdserve.obs.port import MetricsPort, Page, serve_metrics
+from pdserve.obs.vllm import VllmFacts, VllmNames
+from pdserve.types import FinishReason, Ledger, Phase, Usage
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
-_SHORT = (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.25, 0.5, 1.0)
-_PHASE_SECONDS = (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, *_SECONDS[4:])
-OUTCOMES = frozenset([*FinishReason, *BY_LABEL])
-
-
-AGES = (*(f"<{limit:g}s" for limit in AGE_LIMITS_S), "older")
+MODES = names.MODE.values
+_INTERNAL = "internal"
 
 
 class RouterMetrics:
-    """All metrics of one router, in a registry of its own."""
+    """All metrics of one router, in a registry of its own. Attributes are series to count in."""
 
-    def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.ttft = _histogram(registry, "ttft", "From admission of a request to its first token.")
-        self.itl = _histogram(registry, "itl", "Between two tokens of a stream.", _GAPS)
-        self.queue = _histogram(registry, "queue", "From admission to the first try.")
-        self.prefill = _histogram(registry, "prefill", "Computing a prompt on a prefill worker.")
-        self.transfer = _histogram(
-            registry, "transfer", "From the first page announced to the last verified."
-        )
-        self.phases = Histogram(
-            "pdserve_phase_seconds", "Phases on the way to the first token, and the first step after it.",
-            ["phase"], buckets=_PHASE_SECONDS, registry=registry,
-        )  # fmt: skip
-        for phase in Phase:
-            self.phases.labels(phase)
-        self.residual = _histogram(
-            registry, "ledger_residual", "TTFT that no phase accounts for, absolute.", _SHORT
-        )
-        self.handover = _histogram(
-            registry,
-            "handover",
-            "From the last chunk computed to the first decode step.",
-            _PHASE_SECONDS,
-        )
-        self.hidden = Histogram(
-            "pdserve_wire_hidden_ratio", "Share of the wire time that is hidden behind compute.",
-            buckets=(0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0), registry=registry,
-        )  # fmt: skip
-        self._requests = Counter(
-            "pdserve_requests", "Requests by outcome: a finish reason or an error label.", ["outcome"],
-            registry=registry,
-        )  # fmt: skip
-        self._auth_failures = Counter(
-            "pdserve_auth_failures", "Calls refused at the door, by why.", ["reason"], registry=registry
-        )
-        for reason in Reason:
-            self._auth_failures.labels(reason)
-        self.retries = Counter("pdserve_retries", "Tries after the first.", registry=registry)
-        self.discarded = Counter(
-            "pdserve_discarded_tokens", "Tokens that came after a stop text had matched.", registry=registry
-        )
-        self.ignored = Counter(
-            "pdserve_ignored_tokens", "Tokens of given-up tries, and repeated ones.", registry=registry
-        )
-        self.sent = Counter("pdserve_sent_tokens", "Tokens that went to clients.", registry=registry)
-        self.tokens = Counter("pdserve_tokens", "Tokens by kind.", ["kind"], registry=registry)
-        for kind in ("prompt", "cached", "completion"):
-            self.tokens.labels(kind)
+    def __init__(self, *, slo_ttft_s: float = 2.0, slo_itl_s: float = 0.1) -> None:
+        """slo_ttft_s, slo_itl_s: objectives of a request's first token and of its mean gap."""
+        self._set = made = MetricSet(ROUTER, {"version": __version__})
+        self.registry = made.registry
+        self._slo = {"ttft": slo_ttft_s, "itl": slo_itl_s}
+        self.ttft = self._by_mode(names.TTFT)
+        self.itl = self._by_mode(names.ITL)
+        self.e2e = self._by_mode(names.E2E)
+        self.handovers = {mode: made.counter(names.HANDOVERS, mode=mode) for mode in MODES}
+        self.queue = made.histogram(names.QUEUE)
+        self.prefill = made.histogram(names.PREFILL)
+        self.transfer = made.histogram(names.TRANSFER)
+        self.phases = {phase: made.histogram(names.PHASES, phase=phase) for phase in Phase}
+        self.residual = made.histogram(names.RESIDUAL)
+        self.handover = made.histogram(names.HANDOVER)
+        self.hidden = made.histogram(names.WIRE_HIDDEN)
+        self.prompt_length = made.histogram(names.PROMPT_LENGTH)
+        self.completion_length = made.histogram(names.COMPLETION_LENGTH)
+        self._requests = {o: made.counter(names.REQUESTS, outcome=o) for o in names.OUTCOMES}
+        self.retries = made.counter(names.RETRIES)
+        self.discarded = made.counter(names.DISCARDED_TOKENS)
+        self.ignored = made.counter(names.IGNORED_TOKENS)
+        self.sent = made.counter(names.SENT_TOKENS)
+        self.tokens = {k: made.counter(names.TOKENS, kind=k) for k in ("prompt", "cached", "completion")}
+        self._sources = {s: made.counter(names.PROMPT_TOKENS, source=s) for s in names.PROMPT_SOURCES}
+
+    def _by_mode(self, metric: Metric) -> dict[str, Histogram]:
+        return {mode: self._set.histogram(metric, mode=mode) for mode in MODES}
 
     def outcome(self, name: str) -> None:
         """Counts the end of a request. A name outside the closed set counts as "internal"."""
-        self._requests.labels(name if name in OUTCOMES else "internal").inc()
+        self._requests[name if name in self._requests else _INTERNAL].inc()
+
+    def shed(self, reason: str) -> None:
+        """Counts a request without room or time; one of `SHED_REASONS`."""
+        self._set.counter(names.SHED, reason=reason).inc()
 
     def auth_failure(self, reason: str) -> None:
-        """Counts a caller that was not let in; one of `Reason`."""
-        self._auth_failures.labels(Reason(reason)).inc()
+        """Counts a caller that was not let in; one of `router.auth.refusals.Reason`."""
+        self._set.counter(names.AUTH_FAILURES, reason=reason).inc()
+
+    def finished(self, mode: str, seconds: float, usage: Usage) -> None:
+        """Observes a request that finished. seconds: from its admission."""
+        self.e2e[mode].observe(seconds)
+        self.prompt_length.observe(usage.prompt_tokens)
+        self.completion_length.observe(usage.completion_tokens)
+
+    def objective(self, name: str, seconds: float) -> None:
+        """Counts whether a finished request met an objective, "ttft" or "itl"."""
+        met = "yes" if seconds <= self._slo[name] else "no"
+        self._set.counter(names.SLO_REQUESTS, objective=name, met=met).inc()
+
+    def prompt(self, usage: Usage, ledger: Ledger | None = None) -> None:
+        """Counts a prompt's tokens, and where their pages came from. ledger: None for one that was only
+        evaluated, on one worker."""
+        self.tokens["prompt"].inc(usage.prompt_tokens)
+        self.tokens["cached"].inc(usage.cached_tokens)
+        if ledger is None:
+            self._sources["computed"].inc(usage.prompt_tokens - usage.cached_tokens)
+            self._sources["hit_prefill"].inc(usage.cached_tokens)
+            return
+        here = ledger.decode_computed_prompt_tokens
+        self._sources["computed"].inc(ledger.prefill_computed_tokens + here)
+        self._sources["hit_prefill"].inc(ledger.prefill_cached_tokens)
+        self._sources["hit_decode"].inc(ledger.decode_hit_tokens)
+        if ledger.transfer.pages:
+            moved = usage.prompt_tokens - ledger.decode_hit_tokens - here
+            self._sources["transferred"].inc(max(0, moved))
 
     def ledger(self, ledger: Ledger, *, first_try: bool) -> None:
         """Observes the phases of a finished request. first_try: its first token came from its first try; else
         the residual holds what the failed ones took."""
         for phase, seconds in path_seconds(ledger).items():
-            self.phases.labels(phase).observe(seconds)
+            self.phases[phase].observe(seconds)
         if ledger.residual_s is not None and first_try:
             self.residual.observe(abs(ledger.residual_s))
         if ledger.handover_s is not None and ledger.transfer.path:
@@ -107,166 +116,51 @@ class RouterMetrics:
 
     def traffic(self) -> Traffic:
         """What the router did since it started, from the same counters that Prometheus reads."""
-        outcomes = {sample.labels["outcome"]: sample.value for sample in _samples(self._requests, "_total")}
-        tokens = {sample.labels["kind"]: int(sample.value) for sample in _samples(self.tokens, "_total")}
-        finished = sum(int(outcomes.get(reason, 0)) for reason in FinishReason)
+        outcomes = self._by_label(names.REQUESTS, "outcome")
+        tokens = self._by_label(names.TOKENS, "kind")
+        finished = sum(outcomes[reason] for reason in FinishReason)
         return Traffic(
             prompt_tokens=tokens["prompt"],
             cached_tokens=tokens["cached"],
-            completion_tokens=int(next(_samples(self.sent, "_total")).value),
+            completion_tokens=int(next(self._set.samples(names.SENT_TOKENS)).value),
             finished_requests=finished,
-            failed_requests=int(sum(outcomes.values())) - finished,
-            ttft=_seconds(self.ttft),
-            itl=_seconds(self.itl),
+            failed_requests=sum(outcomes.values()) - finished,
+            ttft=self._seconds(names.TTFT),
+            itl=self._seconds(names.ITL),
         )
 
-    def watch(
-        self,
-        members: Callable[[], Iterable[Member]],
-        counts: Callable[[], tuple[int, int]],
-        insecure: bool,
-    ) -> None:
-        """Adds the gauges, read at each scrape. counts: (queued, running)."""
-        self.registry.register(_Gauges(members, counts, insecure))
+    def _by_label(self, metric: Metric, label: str) -> dict[str, int]:
+        return {sample.labels[label]: int(sample.value) for sample in self._set.samples(metric)}
 
-    def serve(self, host: str, port: int) -> MetricsPort:
-        """Starts the HTTP port. Raises ConfigError if it can not be had."""
-        try:
-            server, thread = start_http_server(port, host, self.registry)
-        except OSError:
-            raise ConfigError(
-                f"metrics_port: port {port} can not be listened on; is it in use? Choose another."
-            ) from None
-        return MetricsPort(server, thread)
-
-
-def _samples(metric: Collector, suffix: str) -> Iterator[Sample]:
-    """The samples of a metric whose name ends so."""
-    return (s for family in metric.collect() for s in family.samples if s.name.endswith(suffix))
-
-
-def _seconds(metric: Histogram) -> SecondsHistogram:
-    """A histogram's counts by bucket; Prometheus gives them cumulated."""
-    buckets = [(float(s.labels["le"]), int(s.value)) for s in _samples(metric, "_bucket")]
-    below = [0, *(count for _, count in buckets)]
-    return SecondsHistogram(
-        bounds=tuple(bound for bound, _ in buckets[:-1]),
-        counts=tuple(high - low for low, high in itertools.pairwise(below)),
-        sum=next(_samples(metric, "_sum")).value,
-    )
-
-
-class MetricsPort:
-    """The running HTTP port of the metrics."""
-
-    def __init__(self, server: Any, thread: Any) -> None:
-        self._server, self._thread = server, thread
-        self.port = int(server.server_port)
-
-    def close(self) -> None:
-        """Stops listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=5)
-
-
-def _histogram(
-    registry: CollectorRegistry, name: str, help_text: str, buckets: tuple[float, ...] = _SECONDS
-) -> Histogram:
-    return Histogram(f"pdserve_{name}_seconds", help_text, buckets=buckets, registry=registry)
-
-
-class _Gauges(Collector):
-    def __init__(
-        self,
-        members: Callable[[], Iterable[Member]],
-        counts: Callable[[], tuple[int, int]],
-        insecure: bool,
-    ) -> None:
-        self._members, self._counts, self._insecure = members, counts, insecure
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        members = list(self._members())
-        pages = GaugeMetricFamily("pdserve_pages", "KV pages by state.", labels=["role", "state"])
-        yield from _used_pages(members)
-        workers = GaugeMetricFamily("pdserve_workers", "Workers registered.", labels=["role"])
-        for role in Role:
-            of_role = [member for member in members if member.record.role is role]
-            workers.add_metric([role], len(of_role))
-            for state in PAGE_STATES:
-                total = sum(getattr(member.load, f"{state}_pages") for member in of_role)
-                pages.add_metric([role, state], total)
-        yield from _experts(members)
-        queued, running = self._counts()
-        yield pages
-        yield workers
-        yield GaugeMetricFamily("pdserve_queued_requests", "Requests that wait for workers.", value=queued)
-        yield GaugeMetricFamily("pdserve_running_requests", "Requests sent to workers.", value=running)
-        yield GaugeMetricFamily(
-            "pdserve_insecure",
-            "1 if --insecure was given: no TLS beyond loopback.",
-            value=int(self._insecure),
+    def _seconds(self, metric: Metric) -> SecondsHistogram:
+        """A histogram's counts by bucket, over all modes; Prometheus gives them cumulated."""
+        samples = list(self._set.samples(metric))
+        below: dict[float, int] = {}
+        for sample in samples:
+            if sample.name.endswith("_bucket"):
+                bound = float(sample.labels["le"])
+                below[bound] = below.get(bound, 0) + int(sample.value)
+        bounds = sorted(below)
+        return SecondsHistogram(
+            bounds=tuple(bounds[:-1]),
+            counts=tuple(_steps([below[bound] for bound in bounds])),
+            sum=sum(sample.value for sample in samples if sample.name.endswith("_sum")),
         )
 
+    def watch(self, read: Callable[[Readings], None]) -> None:
+        """Adds gauges: `read` sets them at each scrape, on the thread that scrapes."""
+        self._set.watch(read)
 
-def _used_pages(members: list[Member]) -> Iterator[GaugeMetricFamily]:
-    """Memory in use by what for and how long: what is stranded has a name here."""
-    ages = GaugeMetricFamily(
-        "pdserve_used_pages", "KV pages neither free nor evictable, by use and age.",
-        labels=["role", "state", "age"],
-    )  # fmt: skip
-    size = GaugeMetricFamily(
-        "pdserve_used_page_bytes", "Bytes of KV pages neither free nor evictable, by use and age.",
-        labels=["role", "state", "age"],
-    )  # fmt: skip
-    held = GaugeMetricFamily("pdserve_transfer_bytes", "Bytes held for transfers.", labels=["role"])
-    peak = GaugeMetricFamily("pdserve_transfer_peak_bytes", "The most there ever were.", labels=["role"])
-    for role in Role:
-        of_role = [member for member in members if member.record.role is role]
-        counts: dict[tuple[str, str], int] = {(use, age): 0 for use in UsedState for age in AGES}
-        total = dict.fromkeys(counts, 0)
-        for member in of_role:
-            for used in member.load.page_ages:
-                for age, count in zip(AGES, used.counts, strict=True):
-                    counts[used.state, age] += count
-                    total[used.state, age] += count * member.record.capability.page_bytes
-        for (use, age), count in counts.items():
-            ages.add_metric([role, use, age], count)
-            size.add_metric([role, use, age], total[use, age])
-        held.add_metric([role], sum(_bytes(m, m.load.transfer_pages) for m in of_role))
-        peak.add_metric([role], sum(_bytes(m, m.load.peak_transfer_pages) for m in of_role))
-    yield from (ages, size, held, peak)
+    def add_vllm_names(self, read: Callable[[], VllmFacts | None]) -> None:
+        """Serves vLLM's names too. read: what they need beside our metrics; None: nothing is known yet."""
+        self.registry.register(VllmNames(self._set, ROUTER_ALIASES, read))
+
+    def serve(
+        self, host: str, port: int, pages: Mapping[str, Callable[[], Page]] | None = None
+    ) -> MetricsPort:
+        """Starts the HTTP port. pages: by path, beside `/metrics`. Raises ConfigError."""
+        return serve_metrics(port, host, registry=self.registry, pages=pages)
 
 
-def _experts(members: list[Member]) -> Iterator[GaugeMetricFamily]:
-    """Of the workers that are here now: what a worker counted is gone with its incarnation."""
-    moves = GaugeMetricFamily(
-        "pdserve_rebalances", "Placements of experts by how they ended.", labels=["role", "outcome"]
-    )
-    copied = GaugeMetricFamily(
-        "pdserve_expert_copied_bytes", "Weights that came to other ranks.", labels=["role"]
-    )
-    uneven = GaugeMetricFamily(
-        "pdserve_expert_imbalance", "Load of the fullest ranks over the mean; the worst worker's.",
-        labels=["role"],
-    )  # fmt: skip
-    loss = GaugeMetricFamily(
-        "pdserve_expert_balance_loss", "Auxiliary balance loss of routers, 1 if even; the worst worker's.",
-        labels=["role"],
-    )  # fmt: skip
-    lost = GaugeMetricFamily(
-        "pdserve_lost_ranks", "Ranks that workers go on without, degraded.", labels=["role"]
-    )
-    for role in Role:
-        loads = [member.load for member in members if member.record.role is role]
-        for outcome in REBALANCE_OUTCOMES:
-            moves.add_metric([role, outcome], sum(getattr(load, f"rebalances_{outcome}") for load in loads))
-        copied.add_metric([role], sum(load.expert_copied_bytes for load in loads))
-        lost.add_metric([role], sum(load.lost_ranks for load in loads))
-        uneven.add_metric([role], max((load.expert_imbalance for load in loads), default=0.0))
-        loss.add_metric([role], max((load.expert_balance_loss for load in loads), default=0.0))
-    yield from (moves, copied, uneven, loss, lost)
-
-
-def _bytes(member: Member, pages: int) -> int:
-    return pages * member.record.capability.page_bytes
+def _steps(cumulated: Sequence[int]) -> Iterator[int]:
+    return (high - low for low, high in itertools.pairwise([0, *cumulated]))

@@ -15,7 +15,7 @@ from pdserve.api import Admitted, Chunk, End, Explanation, StreamEvent, Timings
 from pdserve.clock import Clock
 from pdserve.messages import PrefillRequest, Report, Reserve, Reserved, Token
 from pdserve.rpc.status import error_from_label
-from pdserve.types import Ledger, PeerRef
+from pdserve.types import Ledger, PeerRef, Role
 from router import events as ev
 from router.admission import Waiting
 from router.calls import LOST_MESSAGE, Calls, Tasks
@@ -27,6 +27,7 @@ from router.metrics import RouterMetrics
 from router.output import Output
 from router.request_state import RequestState
 from router.roster import Roster
+from router.run_metrics import RunMetrics
 from router.tickets import TicketMint
 from router.validate import ValidRequest
 
@@ -93,7 +94,9 @@ class RequestRun:
         self._ticket: bytes | None = None
         self._queued_at = services.clock.now()
         self._started_at, self._deadline_at = shared.started_at, shared.deadline_at
-        self._tried_at = self._first_at = self._last_at = 0.0
+        self._times = RunMetrics(
+            services.metrics, part=part, started_at=self._started_at, queued_at=self._queued_at
+        )
         self._journal = Journal(
             came_at=self._started_at, queued_at=self._queued_at, waiting_since=self._queued_at
         )
@@ -124,6 +127,11 @@ class RequestRun:
     @property
     def avoid(self) -> frozenset[int]:
         return self._state.avoid
+
+    @property
+    def mode(self) -> str:
+        """Who computed its prompt, as metrics say it; before its first token that is not known."""
+        return self._times.mode
 
     @property
     def decode_worker(self) -> PeerRef | None:
@@ -177,9 +185,9 @@ class RequestRun:
     def _timings(self) -> Timings:
         now = self._services.clock.now()
         return Timings(
-            queue_s=max(0.0, self._tried_at - self._queued_at),
+            queue_s=max(0.0, self._times.tried_at - self._queued_at),
             tokenise_s=self._queued_at - self._started_at,
-            ttft_s=max(0.0, self._first_at - self._started_at),
+            ttft_s=max(0.0, self._times.first_at - self._started_at),
             total_s=now - self._started_at,
         )
 
@@ -190,7 +198,7 @@ class RequestRun:
         if isinstance(event, Token) and event.ledger is not None:
             self._told = event.ledger
         if isinstance(event, Reserved):
-            self._services.dispatcher.reserved(event.key)
+            self._services.dispatcher.reserved(event.key, event.hit_tokens)
         self._todo.append(event)
         if self._busy:
             return
@@ -205,11 +213,9 @@ class RequestRun:
     def _send_reserve(self, effect: ev.SendReserve) -> None:
         services, request = self._services, self._request
         now = services.clock.now()
-        self._tried_at = self._tried_at or now
+        self._times.tried(now, first=effect.key.epoch == 0)
         self._journal.sent(now)
         self._peers = (effect.decode, effect.prefill)
-        if effect.key.epoch == 0 and not self._part:
-            services.metrics.queue.observe(now - self._queued_at)
         services.dispatcher.count(
             effect.key,
             decode=effect.decode,
@@ -283,16 +289,14 @@ class RequestRun:
         self._calls.prefill(effect.prefill, message, remaining + self._services.tickets.lease_s)
 
     def _emit(self, effect: ev.Emit) -> None:
-        metrics, now = self._services.metrics, self._services.clock.now()
-        if self._last_at:
-            metrics.itl.observe(now - self._last_at)
-        else:
-            self._first_at = now
-            self._journal.token(self._told, now, self._services.roster.clocks(*self._peers))
-            if not self._part:
-                metrics.ttft.observe(now - self._started_at)
-        self._last_at = now
-        metrics.sent.inc()
+        services, state, now = self._services, self._state, self._services.clock.now()
+        role: Role | None = None
+        if not self._times.first_at:
+            assert state.key is not None
+            services.dispatcher.inflight.computed(state.key)
+            self._journal.token(self._told, now, services.roster.clocks(*self._peers))
+            role = services.roster.role(self._peers[0])
+        self._times.token(now, state.mode, role)
         self._output.push(effect.token_id, effect.logprob)
         if self._output.stopped:
             self._todo.append(ev.StopMatched())
@@ -317,7 +321,7 @@ class RequestRun:
             self._timer.cancel()
         if effect.finish is not None:
             self._output.finish()
-        self._count(self._end)
+        self._times.ended(self._end, ignored=self._state.num_ignored, first_try=self._journal.path_tries == 1)
         self._wake.set()
 
     def _whole(self, told: Ledger, now: float) -> Ledger:
@@ -354,17 +358,6 @@ class RequestRun:
             total_s=0.0 if self._ended_at is None else self._ended_at - self._started_at,
             ledger=ledger,
         )
-
-    def _count(self, effect: ev.EndStream) -> None:
-        metrics = self._services.metrics
-        metrics.discarded.inc(effect.discarded)
-        metrics.ignored.inc(self._state.num_ignored)
-        metrics.tokens.labels("completion").inc(effect.usage.completion_tokens)
-        if self._part:
-            return
-        metrics.tokens.labels("prompt").inc(effect.usage.prompt_tokens)
-        metrics.tokens.labels("cached").inc(effect.usage.cached_tokens)
-        metrics.ledger(effect.ledger, first_try=self._journal.path_tries == 1)
 
 
 _DO: dict[type, Callable[[RequestRun, Any], None]] = {

@@ -130,6 +130,11 @@ class Roster:
     def member(self, worker_id: str, incarnation: int) -> Member | None:
         return self._membership.member(worker_id, incarnation)
 
+    def role(self, peer: PeerRef | None) -> Role | None:
+        """A worker's role; None for one that is no member any more."""
+        member = None if peer is None else self.member(peer.worker_id, peer.incarnation)
+        return None if member is None else member.record.role
+
     def members(self) -> tuple[Member, ...]:
         return self._membership.members()
 

@@ -177,8 +177,7 @@ async def _request(hub: Hub, work: Coroutine[Any, Any, T]) -> T:
     try:
         with hub.guest():
             result = await work
-        hub.metrics.tokens.labels("prompt").inc(result.usage.prompt_tokens)
-        hub.metrics.tokens.labels("cached").inc(result.usage.cached_tokens)
+        hub.metrics.prompt(result.usage)
         outcome = FinishReason.STOP
         return result
     except PdserveError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pdserve.api import FleetStatus, WorkerStatus
 from pdserve.errors import Overloaded
-from pdserve.obs.metrics import PAGE_STATES
+from pdserve.obs.catalogue.kinds import PAGE_STATES
 from pdserve.obs.rates import History
 from router.http.strict_json import dump
 from router.hub import Hub

@@ -243,13 +243,16 @@ async def test_metrics_tell_latencies_outcomes_and_pages() -> None:
         samples = await scrape(running.router)
     assert samples["pdserve_requests_total", ("length",)] == 1
     assert samples["pdserve_requests_total", ("invalid_request",)] == 1
-    counts = {name: samples[f"pdserve_{name}_seconds_count", ()] for name in ("ttft", "itl", "queue")}
-    assert counts == {"ttft": 1, "itl": 4, "queue": 1}
+    split = ("disaggregated",)
+    counts = {name: samples[f"pdserve_{name}_seconds_count", split] for name in ("ttft", "itl", "e2e")}
+    assert counts == {"ttft": 1, "itl": 4, "e2e": 1}
+    assert samples["pdserve_queue_seconds_count", ()] == samples["pdserve_handovers_total", split] == 1
     assert samples["pdserve_prefill_seconds_count", ()] == samples["pdserve_transfer_seconds_count", ()] == 1
     assert samples["pdserve_pages", ("decode", "free")] == 60
     assert samples["pdserve_pages", ("decode", "sealed")] == 40
     assert samples["pdserve_pages", ("prefill", "free")] == 0
-    assert samples["pdserve_workers", ("decode",)] == 1
+    assert samples["pdserve_workers", ("decode", "ready")] == 1
+    assert samples["pdserve_kv_utilization_ratio", ("decode",)] == 0.4
     assert samples["pdserve_tokens_total", ("completion",)] == 5
     assert samples["pdserve_running_requests", ()] == samples["pdserve_queued_requests", ()] == 0
 

@@ -99,10 +99,10 @@ def test_the_router_tells_what_its_metrics_count() -> None:
     for outcome, amount in (("stop", 2), ("length", 1), ("cancelled", 3)):
         for _ in range(amount):
             metrics.outcome(outcome)
-    metrics.tokens.labels("prompt").inc(7)
+    metrics.tokens["prompt"].inc(7)
     metrics.sent.inc(5)
-    for value in (0.001, 0.3, 1000.0):
-        metrics.ttft.observe(value)
+    for mode, value in (("local", 0.001), ("disaggregated", 0.3), ("aggregated", 1000.0)):
+        metrics.ttft[mode].observe(value)
     traffic = metrics.traffic()
     assert (traffic.finished_requests, traffic.failed_requests) == (3, 3)
     assert (traffic.prompt_tokens, traffic.completion_tokens) == (7, 5)

@@ -68,10 +68,12 @@ WIRE_HIDDEN = histogram(
     buckets=(0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0),
 )  # fmt: skip
 PROMPT_LENGTH = histogram(
-    "pdserve_request_prompt_tokens", "Tokens of a prompt, of requests that ended.", buckets=TOKEN_COUNTS
+    "pdserve_request_prompt_tokens", "Prompt tokens of a request that finished.", buckets=TOKEN_COUNTS
 )
 COMPLETION_LENGTH = histogram(
-    "pdserve_request_completion_tokens", "Tokens of an answer, of requests that ended.", buckets=TOKEN_COUNTS
+    "pdserve_request_completion_tokens",
+    "Tokens made for a request that finished.",
+    buckets=TOKEN_COUNTS,
 )
 
 REQUESTS = counter("pdserve_requests", "Requests by outcome: a finish reason or an error label.", OUTCOME)
