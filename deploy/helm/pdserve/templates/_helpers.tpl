@@ -1,13 +1,13 @@
 {{/* Names. A seat's pod name is its fleet's name, at most 63 characters: so much is left for us. */}}
 {{- define "pdserve.fullname" -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 36 | trimSuffix "-" -}}
+{{- .Values.fullnameOverride | replace "." "-" | trunc 36 | trimSuffix "-" -}}
 {{- else -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 36 | trimSuffix "-" -}}
+{{- .Release.Name | replace "." "-" | trunc 36 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 36 | trimSuffix "-" -}}
+{{- printf "%s-%s" .Release.Name $name | replace "." "-" | trunc 36 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

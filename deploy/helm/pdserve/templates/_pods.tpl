@@ -53,7 +53,7 @@ imagePullSecrets:
     sizeLimit: 4Gi
 - name: cache
   emptyDir:
-    sizeLimit: 2Gi
+    sizeLimit: {{ .Values.model.cacheSize }}
 {{- end -}}
 
 {{- define "pdserve.tlsMounts" -}}

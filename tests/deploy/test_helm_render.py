@@ -1,0 +1,136 @@
+"""The chart is well-formed: helm lint, the schemas of Kubernetes and the operators, values that are refused."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.chart import CHART, EVERYTHING, EXAMPLES, helm, refused, render
+from tests.support.manifests import name_of, only, pods, problem
+from tests.support.source_tree import ROOT
+
+RENDERS = [*((example, ()) for example in EXAMPLES), ("", ()), ("", EVERYTHING)]
+VARIANTS = [
+    ("tls.mode=none", "autoscaling.kind=hpa"),
+    ("tls.mode=secret", "tls.secretName=mine", "ray.autoscaling=false", "networkPolicy.enabled=false"),
+    ("model.hubTokenSecret=hub", "networkPolicy.modelDownloads=true", "imagePullSecrets={a,b}"),
+    ("otlpEndpoint=http://otel:4317", "networkPolicy.otlp[0].podSelector.matchLabels.app=otel"),
+    ("prefill.gpus=2", "prefill.runtimeClassName=nvidia", "decode.priorityClassName=high"),
+]
+
+
+@pytest.mark.parametrize("example", ["", *EXAMPLES])
+def test_lint_has_nothing_to_say(example: str) -> None:
+    values = ["--values", CHART / "examples" / f"{example}.yaml"] if example else []
+    done = helm("lint", CHART, "--strict", *values)
+    assert done.returncode == 0, done.stdout
+    assert "[WARNING]" not in done.stdout
+    assert "[ERROR]" not in done.stdout
+
+
+def test_the_four_examples_are_there() -> None:
+    assert EXAMPLES == ("cpu-demo", "many-gpu-nodes-rdma", "one-gpu-node", "secure-multi-tenant")
+
+
+@pytest.mark.parametrize(("example", "settings"), [*RENDERS, *(("", variant) for variant in VARIANTS)])
+def test_every_manifest_fits_its_schema(example: str, settings: tuple[str, ...]) -> None:
+    manifests = render(example, *settings)
+    assert [text for text in map(problem, manifests) if text] == []
+    names = [name_of(manifest) for manifest in manifests]
+    assert sorted(set(names)) == sorted(names)
+    assert {manifest["metadata"].get("namespace") for manifest in manifests} == {"serving"}
+
+
+def test_everything_is_rendered_when_asked_for() -> None:
+    kinds = {manifest["kind"] for manifest in render("", *EVERYTHING)}
+    assert kinds == {
+        *(
+            "RayCluster",
+            "Deployment",
+            "Service",
+            "ConfigMap",
+            "Secret",
+            "ScaledObject",
+            "PodDisruptionBudget",
+        ),
+        *("ServiceMonitor", "PodMonitor", "PrometheusRule", "NetworkPolicy", "Certificate", "Issuer"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("prefill.cpu=4",), "additional properties 'cpu' not allowed"),
+        (("engine.page_size=4096",), "maximum: got 4,096, want 1,024"),
+        (("engine.pagesize=16",), "additional properties 'pagesize' not allowed"),
+        (("engine.threads=4",), "additional properties 'threads' not allowed"),
+        (("routerSettings.api_key=abc",), "additional properties 'api_key' not allowed"),
+        (("podSecurity.runAsUser=0",), "minimum: got 0, want 1"),
+        (("tls.mode=off",), "value must be one of 'cert-manager', 'secret', 'none'"),
+        (("tls.mode=secret",), "tls.secretName: with tls.mode secret name the Secret"),
+        (("secrets.create=false",), "secrets.fleet: with secrets.create false name the Secret"),
+        (("secrets.create=false", "secrets.fleet=a"), "secrets.rayToken: with secrets.create false"),
+        (("prefill.extraCapabilities={SYS_ADMIN}",), "value must be one of 'IPC_LOCK'"),
+        (
+            ("prefill.autoscaling.minReplicas=9", "autoscaling.kind=keda"),
+            "prefill.autoscaling: minReplicas is",
+        ),
+    ],
+)
+def test_values_that_can_not_work_are_refused_with_a_sentence(settings: tuple[str, ...], said: str) -> None:
+    assert said in refused(*settings)
+
+
+def test_copies_and_the_schema_of_settings_are_current() -> None:
+    command = [sys.executable, "scripts/sync_chart.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"run scripts/sync_chart.py; it would write:\n{done.stdout}{done.stderr}"
+
+
+def test_secrets_are_new_for_each_release_and_long_enough() -> None:
+    seen = set()
+    for release in ("a", "b"):
+        for secret in (m for m in render(release=release) if m["kind"] == "Secret"):
+            (value,) = secret["data"].values()
+            seen.add(value)
+            assert len(base64.b64decode(value)) == 64
+            assert secret["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert len(seen) == 4
+
+
+def test_a_changed_setting_rolls_workers_and_a_router_setting_routers() -> None:
+    def marks(*settings: str) -> list[str]:
+        templates = dict(pods(render("", *settings)))
+        deployments = (f"Deployment/demo-pdserve-{part}" for part in ("prefill", "decode", "router"))
+        return [templates[name]["metadata"]["annotations"]["pdserve.io/settings"] for name in deployments]
+
+    usual, engine, router = marks(), marks("engine.page_size=32"), marks("routerSettings.max_queue=9")
+    assert [a == b for a, b in zip(usual, engine, strict=True)] == [False, False, True]
+    assert [a == b for a, b in zip(usual, router, strict=True)] == [True, True, False]
+
+
+def test_names_stay_within_kubernetes_limits() -> None:
+    manifests = render(release="a.release-with-a-name-that-is-as-long-as-helm-allows")
+    for manifest in manifests:
+        # A pod's name is its Deployment's with 17 characters more, and a seat's fleet is named after it.
+        room = 63 - 17 if manifest["kind"] == "Deployment" else 63
+        assert len(manifest["metadata"]["name"]) <= room, name_of(manifest)
+    # KubeRay makes names such as NAME-GROUP-worker-xxxxx and NAME-head-svc of it.
+    assert len(only(manifests, "RayCluster")["metadata"]["name"]) <= 41
+
+
+def test_notes_say_what_is_not_safe() -> None:
+    def notes(*settings: str) -> str:
+        sets = [part for setting in settings for part in ("--set", setting)]
+        done = helm("install", "demo", CHART, "--dry-run=client", *sets)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.partition("NOTES:")[2]
+
+    open_notes, safe = notes("tls.mode=none"), notes("auth.apiKeysSecret=keys")
+    assert "WARNING: tls.mode is none" in open_notes
+    assert "WARNING: neither keys nor tokens" in open_notes
+    assert "WARNING" not in safe
+    assert "--tls-ca ca.crt" in safe
