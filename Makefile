@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 SERVES := $(VENV)/.serves
 TOOLS := .cache/tools/.stamp
 
-.PHONY: help install serve test test-full simulate lint proto proto-check bench bench-mixed clean
+.PHONY: help install serve test test-full simulate lint proto proto-check bench bench-mixed dashboards clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make proto       regenerate pdserve/rpc/v1 from protos/; proto-check fails on a difference"
 	@echo "make bench       the benchmark table, beside the peers (ARGS=... as for the runner)"
 	@echo "make bench-mixed chats with long prompts among them, over the load, beside the peers: 15 minutes"
+	@echo "make dashboards  pictures of the dashboards from a running Prometheus (ARGS=... as for pdserve dashboards preview)"
 	@echo "make install     .venv with everything pinned; clean removes it and all caches"
 
 install: $(STAMP)
@@ -68,6 +69,9 @@ bench: $(STAMP)
 
 bench-mixed: $(STAMP)
 	$(BIN)/python -m benchmarks.mixed $(ARGS)
+
+dashboards: $(STAMP)
+	$(BIN)/pdserve dashboards preview $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .cache

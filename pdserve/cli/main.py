@@ -14,6 +14,7 @@ import typer
 
 from pdserve.cli import ask, models
 from pdserve.cli.bench import bench_app
+from pdserve.cli.dashboards import dashboards_app
 from pdserve.cli.keys import keys_app
 from pdserve.cli.options import AsJson, ConfigFile, settings_of
 from pdserve.config import Resolved, ServeConfig
@@ -120,6 +121,7 @@ def version() -> None:
 ask.add_to(app)
 models.add_to(app)
 app.add_typer(bench_app, name="bench")
+app.add_typer(dashboards_app, name="dashboards")
 app.add_typer(keys_app, name="keys")
 
 
