@@ -21,6 +21,7 @@ from router.auth.clients import EdgeClients
 from router.config import RouterConfig
 from router.http.serving import http_server
 from router.hub import Hub
+from router.probes import Probes
 from router.service import CLUSTER, INFERENCE, ClusterServicer, InferenceServicer
 from router.targets import targets
 
@@ -60,6 +61,8 @@ class Router:
         self._served = [INFERENCE, *neighbours.add_to(self._rpc.server, self.hub, config.protocols)]
         self._http = http_server(config, self.hub, tls, self.auth.check)
         self._metrics: MetricsPort | None = None
+        self._probes = Probes()
+        self._draining = False
         self._ready: bool | None = None
         self._health: set[asyncio.Task[None]] = set()
 
@@ -81,7 +84,7 @@ class Router:
     async def start(self) -> None:
         """Listens. Health says that inference is served once a request has a path. Raises ConfigError."""
         if self._config.metrics:
-            pages = {"/targets": self._targets}
+            pages = {"/targets": self._targets, **self._probes.pages()}
             self._metrics = self.hub.metrics.serve(self._config.host, self._config.metrics_port, pages)
         try:
             await self._rpc.start(CLUSTER, *self._served)
@@ -102,6 +105,7 @@ class Router:
         if ready == self._ready:
             return
         self._ready = ready
+        self._probes.ready = ready and not self._draining
         task = asyncio.get_running_loop().create_task(self._set_serving(ready))
         self._health.add(task)
         task.add_done_callback(self._health.discard)
@@ -114,6 +118,7 @@ class Router:
         """No new requests; running ones finish, up to the configured time."""
         if self._config.audit_log:  # nobody called: the terminal need not be told
             self._audit.write(Entry(action="drain"), "ok")
+        self._draining, self._probes.ready = True, False
         await self._rpc.not_serving()
         await self.hub.drain(self._config.drain_timeout_s)
 

@@ -1,4 +1,4 @@
-"""The chart is well-formed: helm lint, the schemas of Kubernetes and the operators, values that are refused."""
+"""The chart is well-formed: helm lint, schemas of Kubernetes and the operators, values that are refused."""
 
 from __future__ import annotations
 
