@@ -63,13 +63,15 @@ class DecodeDriver(decode_pb2_grpc.DecodeServiceServicer):
         """Router → here. The same key on a second stream hears everything again, on both. When the last
         stream of a key breaks, that is a cancel."""
         call = convert.reserve_from_pb(request)
+        work = self._port.parts.works.began(call, context)
         held = await grammar_held(self._port.parts.grammars, call)
         if isinstance(held, Refused):
+            work.decoded(held)
             yield convert.decode_event_to_pb(held)
             return
         queue: asyncio.Queue[Event] = asyncio.Queue()
         self._calls.setdefault(call.key, []).append(queue)
-        over = False
+        over, event = False, None
         try:
             with held:
                 self._asking = queue
@@ -85,6 +87,7 @@ class DecodeDriver(decode_pb2_grpc.DecodeServiceServicer):
         finally:
             if self._forget(call.key, queue) and not over:
                 self._ask(lambda now: self.role.cancel(call.key, now))
+            work.decoded(event if isinstance(event, Refused | Ended) else None)
 
     async def CancelDecode(  # noqa: N802
         self, request: decode_pb2.CancelDecodeRequest, context: Context

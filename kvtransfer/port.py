@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from kvtransfer.effects import Effect
@@ -17,6 +17,7 @@ from kvtransfer.session.guard import RoleContext
 from pdserve.kvcache.layout import PageLayout
 from pdserve.kvcache.manager import PageManager
 from pdserve.kvcache.pool import KVPool
+from pdserve.obs.work import Works
 from pdserve.rpc.server import RpcServer
 from pdserve.sched.plan import StepPlan, StepResult
 from pdserve.sched.scheduler import StepScheduler
@@ -36,7 +37,8 @@ AfterStep = Callable[[StepPlan, StepResult], Input]
 class WorkerParts:
     """The parts of a worker that all its roles share. Pages and scheduler belong to the control thread.
 
-    pools: of every rank, by rank, with the same page ids; all are mapped here. layout, pool: rank 0's.
+    pools: of every rank, by rank, with the same page ids; all are mapped here. layout, pool: rank 0's. works:
+    what is told of calls that are over.
     """
 
     context: RoleContext
@@ -49,6 +51,7 @@ class WorkerParts:
     run_dir: str
     grammars: WorkerGrammars
     tls: TlsSource | None = None
+    works: Works = field(default_factory=Works)
 
     @property
     def pool(self) -> KVPool:

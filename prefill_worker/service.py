@@ -67,11 +67,20 @@ class PrefillDriver(
     ) -> prefill_pb2.PrefillResponse:
         """Router → here. A broken call is a cancel, if it is the last one of its key."""
         call = convert.prefill_from_pb(request)
+        work = self._port.parts.works.began(call, context)
+        result: Prefilled | Refused | None = None
+        try:
+            result = await self._served(call)
+            return convert.prefill_result_to_pb(result)
+        finally:
+            work.prefilled(result)
+
+    async def _served(self, call: PrefillRequest) -> Prefilled | Refused:
         held = await grammar_held(self._port.parts.grammars, call)
         if isinstance(held, Refused):
-            return convert.prefill_result_to_pb(held)
+            return held
         with held:
-            return convert.prefill_result_to_pb(await self._result(call))
+            return await self._result(call)
 
     async def _result(self, call: PrefillRequest) -> Prefilled | Refused:
         future: asyncio.Future[Prefilled | Refused] = self._port.loop.create_future()

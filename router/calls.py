@@ -33,6 +33,7 @@ from router.roster import Roster
 CONTROL_TIMEOUT_S = 5.0
 REPORT_TIMEOUT_S = 1.0
 LOST_MESSAGE = "A worker was lost; try again."
+Metadata = tuple[tuple[str, str], ...]
 _NOT_RETRYABLE = frozenset({"INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "DEADLINE_EXCEEDED"})
 
 
@@ -59,8 +60,11 @@ class Tasks:
 class Calls:
     """The calls of one request. `apply` takes each event; owned by the event loop."""
 
-    def __init__(self, roster: Roster, tasks: Tasks, apply: Callable[[ev.Event], None]) -> None:
-        self._roster, self._tasks, self._apply = roster, tasks, apply
+    def __init__(
+        self, roster: Roster, tasks: Tasks, apply: Callable[[ev.Event], None], metadata: Metadata = ()
+    ) -> None:
+        """metadata: goes with the calls that are work, such as the trace they belong to."""
+        self._roster, self._tasks, self._apply, self._metadata = roster, tasks, apply, metadata
         self._readers: dict[Key, asyncio.Task[None]] = {}
 
     # -- work --------------------------------------------------------------------------------------------
@@ -77,7 +81,9 @@ class Calls:
             link = self._roster.links.get(decode.incarnation)
             await _stalled("dispatch")
             if link is not None:
-                async for response in link.decode.Reserve(reserve_to_pb(message), timeout=timeout_s):
+                request = reserve_to_pb(message)
+                stream = link.decode.Reserve(request, timeout=timeout_s, metadata=self._metadata)
+                async for response in stream:
                     self._apply(decode_event_from_pb(response))
         except grpc.RpcError as error:
             broken = self._broken(decode, message.key, error_from_rpc(error))
@@ -103,7 +109,8 @@ class Calls:
         try:
             link = self._roster.links.get(prefill.incarnation)
             if link is not None:
-                response = await link.prefill.Prefill(prefill_to_pb(message), timeout=timeout_s)
+                request = prefill_to_pb(message)
+                response = await link.prefill.Prefill(request, timeout=timeout_s, metadata=self._metadata)
                 result = prefill_result_from_pb(response)
                 event = ev.PrefillRefused(refused=result) if isinstance(result, Refused) else result
         except grpc.RpcError as error:

@@ -44,6 +44,7 @@ from router.job import Job, Watched
 from router.metrics import RouterMetrics
 from router.model import ServedModel
 from router.prompt import prompt_info
+from router.record import Record, Recorder
 from router.request import Services, Shared
 from router.roster import Roster
 from router.tickets import TicketMint
@@ -77,6 +78,7 @@ class Hub:
             metrics=self.metrics,
             clock=clock,
         )
+        self._recorder = Recorder(config, self.router_id)
         self._jobs: dict[str, Job] = {}
         self._watched = Watched(runs={}, explained=Explained())
         self.evaluator = Evaluator(config, self.roster, self._services.dispatcher, clock)
@@ -112,8 +114,9 @@ class Hub:
         outcome: str = "cancelled"  # unless it ends otherwise before the client goes away
         failed: PdserveError | None = None
         job: Job | None = None
+        record = self._recorder.begin(source, self._clock.now())
         try:
-            job = await self._prepare(source, time_left_s, caller)
+            job = await self._prepare(source, time_left_s, caller, record)
             self._enter(job)
             async with aclosing(_answer(job)) as events:  # type: ignore[type-var]
                 async for event in events:
@@ -121,6 +124,7 @@ class Hub:
                         outcome = event.finish_reason
                         seconds = self._clock.now() - job.shared.started_at
                         self.metrics.finished(job.mode, seconds, event.usage)
+                    record.saw(event)
                     yield event
                     if isinstance(event, Admitted) and (source.echo or source.prompt_logprobs is not None):
                         yield await job.beside(prompt_info(job, source, self.evaluator))
@@ -129,11 +133,13 @@ class Hub:
             raise
         finally:
             self.metrics.outcome(outcome)
-            if job is not None:
-                self._exit(job, failed)
+            found = None if job is None else self._exit(job, failed)
+            name = "" if self.roster.model is None else self.roster.model.name
+            record.ended(outcome, caller.tenant, found, model=name, now=self._clock.now())
 
-    async def _prepare(self, source: GenerateInput, time_left_s: float | None, caller: Caller) -> Job:
-        started_at = self._clock.now()
+    async def _prepare(
+        self, source: GenerateInput, time_left_s: float | None, caller: Caller, record: Record
+    ) -> Job:
         if wait_s := failpoints.stall_s("tokenise"):
             await asyncio.sleep(wait_s)
         self._check_open()
@@ -150,9 +156,11 @@ class Hub:
         shared = Shared(
             tenant=caller.tenant,
             arrival=self._arrivals,
-            started_at=started_at,
-            deadline_at=started_at + limit_s,
+            started_at=record.began_at,
+            deadline_at=record.began_at + limit_s,
+            trace=() if record.trace is None else record.trace.headers(),
         )
+        request = replace(request, trace_id=record.trace_id)
         return Job(self._services, model, request, shared, self._watched)
 
     def _check_open(self) -> None:
@@ -173,13 +181,15 @@ class Hub:
         self._jobs[job.request_id] = job
         self._idle.clear()
 
-    def _exit(self, job: Job, failed: PdserveError | None) -> None:
+    def _exit(self, job: Job, failed: PdserveError | None) -> Explanation:
         del self._jobs[job.request_id]
-        self._watched.explained.put(job.tenant, job.ended(failed))
+        found = job.ended(failed)
+        self._watched.explained.put(job.tenant, found)
         self._ended[job.request_id] = job.tenant
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
         self._note_idle()
+        return found
 
     @contextmanager
     def guest(self) -> Iterator[None]:
@@ -325,6 +335,7 @@ class Hub:
             job.abort(_SHUT_DOWN)
         await self._tasks.cancel_all()
         await self.roster.close()
+        await asyncio.to_thread(self._recorder.close)
 
 
 def _answer(job: Job) -> AsyncIterator[StreamEvent]:

@@ -50,13 +50,14 @@ class Services:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
     """What all runs of one client's request share. tenant: from the authenticator, never from the request.
-    cache_salt: see `pdserve.messages.Reserve`."""
+    cache_salt: see `pdserve.messages.Reserve`. trace: metadata for workers, so that it stays one trace."""
 
     tenant: str
     arrival: int
     started_at: float
     deadline_at: float
     cache_salt: str = ""
+    trace: tuple[tuple[str, str], ...] = ()
 
 
 class RequestRun:
@@ -85,7 +86,7 @@ class RequestRun:
             max_tokens=request.sampling.max_tokens,
             stop_ids=request.stop_ids,
         )
-        self._calls = Calls(services.roster, services.tasks, self.apply)
+        self._calls = Calls(services.roster, services.tasks, self.apply, shared.trace)
         self._todo: deque[ev.Event] = deque()
         self._busy = False
         self._wake = asyncio.Event()

@@ -114,7 +114,9 @@ def router_arguments(config: ServeConfig, file: Path | None) -> list[str]:
     flags.append("--insecure" if config.insecure else "--no-insecure")
     for field in dataclasses.fields(TelemetrySettings):
         name, value = field.name.replace("_", "-"), getattr(config, field.name)
-        flags += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", value]
+        flags += (
+            [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+        )
     if config.api_key_file:
         flags += ["--api-key-file", config.api_key_file]
     if config.http is not None:

@@ -19,6 +19,13 @@ class TelemetrySettings:
         help="Where spans go, such as http://127.0.0.1:4317 (OTLP over gRPC); needs the extra otel; "
         "empty: there are no spans.",
     )
+    trace_sample_ratio: float = setting(
+        1.0,
+        help="Share of requests that get spans, of those whose caller has not decided: a traceparent's flag "
+        "goes before.",
+        minimum=0,
+        maximum=1,
+    )
     log_format: str = setting("text", help="Log lines for people, or JSON objects.", choices=("text", "json"))
     log_level: str = setting(
         "INFO", help="The least level that is logged.", choices=("DEBUG", "INFO", "WARNING", "ERROR")

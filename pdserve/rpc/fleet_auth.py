@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 import hmac
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 METADATA_KEY = "pdserve-fleet"
 _PURPOSE = b"pdserve internal rpc v1"
 
 S = TypeVar("S")
+Metadata = tuple[tuple[str, str], ...]
 
 
 def fleet_token(secret: bytes) -> str:
@@ -24,8 +26,14 @@ def fleet_token(secret: bytes) -> str:
 
 
 def authenticated(stub: S, secret: bytes) -> S:
-    """The same stub; each of its calls carries the fleet's token."""
+    """The same stub; each of its calls carries the fleet's token, before metadata of its own."""
     metadata = ((METADATA_KEY, fleet_token(secret)),)
     for name, method in list(vars(stub).items()):
-        setattr(stub, name, functools.partial(method, metadata=metadata))
+        setattr(stub, name, functools.partial(_shown, method, metadata))
     return stub
+
+
+def _shown(
+    method: Callable[..., Any], token: Metadata, *args: Any, metadata: Metadata = (), **options: Any
+) -> Any:
+    return method(*args, metadata=(*token, *metadata), **options)

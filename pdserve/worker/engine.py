@@ -24,6 +24,8 @@ from pdserve.kvcache.pool import KVPool
 from pdserve.models.loaded import LoadedModel
 from pdserve.models.loader import load_model
 from pdserve.models.precision import EXACT
+from pdserve.obs.tracing import spans_of
+from pdserve.obs.work import Works
 from pdserve.parallel.shards import shards
 from pdserve.ranks.config import Launch
 from pdserve.ranks.replica import Replica
@@ -135,8 +137,16 @@ def _build(config: WorkerConfig, run_dir: str, progress: Progress, replica: Repl
         run_dir=run_dir,
         grammars=grammars,
         tls=tls,
+        works=_works(config),
     )
     return Engine(config=config, model=model, limits=limits, runner=runner, parts=parts, replica=replica)
+
+
+def _works(config: WorkerConfig) -> Works:
+    """What is told of calls that are over. Raises ConfigError."""
+    about = {"pdserve.worker.id": config.worker_id, "pdserve.worker.role": str(config.role)}
+    spans = spans_of(config, f"pdserve-{config.role}", config.worker_id, **about)
+    return Works(config.worker_id, spans)
 
 
 def _runner(config: WorkerConfig, model: LoadedModel, masks: TokenMasks) -> tuple[ModelRunner, KVPool]:

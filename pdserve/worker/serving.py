@@ -123,6 +123,7 @@ class Serving:
         for role in self._roles:
             await role.stop()
         self._driver.close()
+        await asyncio.to_thread(self._engine.parts.works.close)
 
     def load(self) -> WorkerLoad:
         """What the heartbeat says."""

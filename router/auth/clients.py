@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pdserve.errors import PermissionRefused
+from pdserve.obs.tracecontext import PARENT, parent_of
 from pdserve.rpc.access import Access
 from pdserve.rpc.guard import Call
 from router.audit import AuditLog
@@ -28,7 +29,8 @@ class EdgeClients:
 
     @contextmanager
     def admit(self, call: Call) -> Iterator[Callable[[Any], None]]:
-        """Around one call: its handler finds who calls in CALLER."""
+        """Around one call: its handler finds who calls in CALLER, and whose trace it is in PARENT."""
+        PARENT.set(parent_of(call.metadata))
         if call.access is not Access.ADMIN:
             CALLER.set(self._caller(call))
             yield _ignore

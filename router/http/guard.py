@@ -1,4 +1,4 @@
-"""Limits that hold before any route is looked up: size of headers, and how many requests are under way.
+"""What is done before any route is looked up: limits on headers and requests under way; whose trace it is.
 
 What does not live here: bodies (`body`), and how long headers may take (`server`).
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.errors import Overloaded, PdserveError
+from pdserve.obs.tracecontext import PARENT, parent_of
 from router.http.errors import HttpRefused, error_response, openai_form
 
 MAX_HEADER_BYTES = 8192
@@ -30,6 +31,7 @@ class Guard:
             await error_response(refused, openai_form)(scope, receive, send)
             return
         self._under_way += 1
+        PARENT.set(parent_of((name.decode("latin-1"), value) for name, value in scope["headers"]))
         try:
             await self._app(scope, receive, send)
         finally:

@@ -46,6 +46,7 @@ class Stack:
     workers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     environ: dict[str, dict[str, str]] = field(default_factory=dict)
     certs: Certs | None = None
+    worker_logs: Path | None = None
 
     @classmethod
     def start(
@@ -56,11 +57,12 @@ class Stack:
         certs: Certs | None = None,
         router_flags: tuple[str, ...] = (),
         router_log: Path | None = None,
+        worker_logs: Path | None = None,
         **settings: Any,
     ) -> Stack:
         """A router and so many workers by role. settings: fields of WorkerConfig. environ: more variables by
         the process's name ("router", "prefill-0", …; "" is all of them). certs: TLS everywhere. router_log:
-        takes what the router says on stderr."""
+        takes what the router says on stderr. worker_logs: a folder that takes the same of each worker."""
         tls = certs.settings() if certs else {}
         flags = [text for name, path in tls.items() for text in ("--" + name.replace("_", "-"), path)]
         flags += router_flags
@@ -83,6 +85,7 @@ class Stack:
             threads=2, routers=(found[1],), **tls,
         )  # fmt: skip
         stack = cls(secret, found[1], router, replace(base, **settings), environ=more, certs=certs)
+        stack.worker_logs = worker_logs
         names = [(f"{role}-{i}", role) for role, count in roles.items() for i in range(count)]
         try:
             for name, role in names:
@@ -100,10 +103,11 @@ class Stack:
         """Starts a worker process; see wait_started. changes: fields of WorkerConfig for this one alone."""
         environ = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
         environ |= self.environ.get("", {}) | self.environ.get(name, {})
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve.worker"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ,
-        )  # fmt: skip
+        with (self.worker_logs / name if self.worker_logs else Path(os.devnull)).open("a") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pdserve.worker"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environ,
+            )  # fmt: skip
         assert process.stdin is not None
         process.stdin.write(replace(self.base, worker_id=name, role=role, **changes).to_json().encode())
         process.stdin.close()
