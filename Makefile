@@ -56,6 +56,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
 	$(BIN)/python scripts/gen_config_docs.py --check
+	$(BIN)/python scripts/gen_metrics_docs.py --check
 	$(BIN)/python scripts/gen_dashboards.py --check
 
 proto: $(STAMP)

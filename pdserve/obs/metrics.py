@@ -9,13 +9,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from pdserve.obs.catalogue.kinds import PAGE_STATES, Kind, Metric
 from pdserve.types import WorkerLoad
+
+disable_created_metrics()  # type: ignore[no-untyped-call] # when each series began: as many again, for nothing
 
 
 class Readings:
@@ -85,11 +93,11 @@ class MetricSet:
         self._gauges.readers.append(read)
 
     def samples(self, metric: Metric) -> Iterator[Sample]:
-        """The samples of a counter, histogram or gauge now, without those that tell when a series began."""
+        """The samples of a counter, histogram or gauge now."""
         families = self._made[metric.name].collect() if metric.name in self._made else self._gauges.collect()
         for family in families:
             if family.name in (metric.name, metric.name.removesuffix("_total")):
-                yield from (sample for sample in family.samples if not sample.name.endswith("_created"))
+                yield from family.samples
 
 
 class _Gauges(Collector):
@@ -131,6 +139,6 @@ def pages_by_state(load: WorkerLoad) -> dict[str, int]:
 
 
 def kv_utilization(load: WorkerLoad) -> float:
-    """Pages neither free nor evictable over all pages, 0 to 1; 0 without pages."""
-    used = load.num_pages - load.free_pages - load.evictable_pages
+    """Pages neither free nor evictable over all pages, 0 to 1; 0 before a worker has told them."""
+    used = sum(count for state, count in pages_by_state(load).items() if state not in ("free", "evictable"))
     return used / load.num_pages if load.num_pages else 0.0
