@@ -138,6 +138,7 @@ class FakeWorker(
             model_name="bytes",
             pool_pages=self._record_changes.get("pool_pages", 1024),
             page_size=PAGE,
+            metrics=self._record_changes.get("metrics", ""),
         )
 
     async def join(self, address: str, *, monotonic_s: float = 1000.0) -> convert.JoinAnswer:
