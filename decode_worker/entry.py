@@ -90,6 +90,8 @@ class Entry:
     pages: PageLog = field(default_factory=PageLog)
     finish_at: float | None = None
     emitted_at: float | None = None
+    transferring: bool = False
+    queue_measured: bool = False
     first_step: tuple[float, float] | None = None
     tokens: list[Token] = field(default_factory=list)
     todo: list[DEvent] = field(default_factory=list)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from decode_worker import measures
 from decode_worker.entry import Entry, PromptWork
 from decode_worker.pace import pace_s
 from decode_worker.pulls import Pulls
@@ -36,18 +37,7 @@ from pdserve.messages import (
     Token,
     TransferMessage,
 )
-from pdserve.sched.plan import (
-    PageReady,
-    Preempted,
-    PromptDone,
-    SeqEvent,
-    SeqFailed,
-    SeqFinished,
-    SeqStep,
-    SeqStopped,
-    Started,
-    TokenSampled,
-)
+from pdserve.sched import plan as seq
 from pdserve.sched.scheduler import StepScheduler
 from pdserve.types import HandoverMode, Key
 
@@ -86,6 +76,12 @@ class DecodeRole:
     def num_active(self) -> int:
         """Keys that can still make progress."""
         return sum(entry.session.live for entry in self._entries.values())
+
+    @property
+    def leases(self) -> tuple[int, int]:
+        """Keys that prefill must be heard of within a lease, and pages that it may still announce."""
+        pulling = [entry.session for entry in self._entries.values() if entry.session.pulling]
+        return len(pulling), sum(max(0, one.granted - len(one.pages)) for one in pulling)
 
     @property
     def pace_s(self) -> float:
@@ -178,35 +174,36 @@ class DecodeRole:
         entry, event = self._pulls.done(read_id, status, digest, path, stamps or (now, now))
         return [Count(name=f"reads_{status}"), *self._run(entry, event, now)]
 
-    def seq_event(self, event: SeqEvent, now: float) -> list[Effect]:
+    def seq_event(self, event: seq.SeqEvent, now: float) -> list[Effect]:
         """A scheduler event of a sequence that this role submitted."""
         entry = self._by_seq.get(event.seq_id)
         if entry is None:
             return []
         match event:
-            case Started():
+            case seq.Started():
+                hits = measures.started(entry, event.hit_tokens)
                 entry.computing.started(event.hit_tokens)
-                return []
-            case PageReady():
+                return hits
+            case seq.PageReady():
                 entry.computing.sealed(event)
                 return []
-            case PromptDone():
+            case seq.PromptDone():
                 entry.computing.done()
-                return []
-            case TokenSampled():
+                return measures.computed(entry)
+            case seq.TokenSampled():
                 made = table.Sampled(index=event.index, token_id=event.token_id, logprob=event.logprob)
-                return self._run(entry, made, now)
-            case SeqFinished():
+                return measures.sampled(entry) + self._run(entry, made, now)
+            case seq.SeqFinished():
                 assert event.reason is not None
                 return self._run(entry, table.Finished(reason=event.reason), now)
-            case Preempted():
+            case seq.Preempted():
                 entry.num_retractions += 1
                 entry.computing.retracted()
                 return [Count(name="retractions")]
-            case SeqFailed():
+            case seq.SeqFailed():
                 stop = table.Stop(label=event.label, message=event.message, retryable=False)
                 return self._run(entry, table.ComputeQuiet(), now) + self._run(entry, stop, now)
-            case SeqStopped():
+            case seq.SeqStopped():
                 return self._run(entry, table.ComputeQuiet(), now)
             case _:
                 return []
@@ -218,7 +215,7 @@ class DecodeRole:
             return None
         return Report(doing=entry.doing(), ledger=entry.ledger(self._ctx, self._page_bytes, now))
 
-    def stepped(self, step: SeqStep, began: float, ended: float) -> None:
+    def stepped(self, step: seq.SeqStep, began: float, ended: float) -> None:
         """A step computed for one of our sequences."""
         entry = self._by_seq.get(step.seq_id)
         if entry is not None:
@@ -310,7 +307,7 @@ class DecodeRole:
             ticket=call.ticket, deadline_at=min(now + call.deadline_s, facts.decode_expires),
             num_forced=call.num_forced, max_tokens=call.sampling.max_tokens, verified=spread.source_verified,
         )  # fmt: skip
-        return out + self._run(entry, accepted, now)
+        return out + measures.accepted(entry) + self._run(entry, accepted, now)
 
     def _renew(self, now: float) -> list[Effect]:
         """One Renew per prefill worker with the keys that are still pulled from it."""
@@ -357,10 +354,12 @@ class DecodeRole:
             case table.DRun():
                 entry.running_at = now
                 self._sequences.go_on(entry, effect.finish)
+                return measures.transferred(entry, "complete")
             case table.DRunLocal():
                 entry.running_at = now
                 entry.compute.ready(now)
                 self._sequences.prefill(entry, effect.verified_pages)
+                return measures.transferred(entry, "failed")
             case table.DEmit():
                 token = Token(key=key, index=effect.index, token_id=effect.token_id, logprob=effect.logprob)
                 if not entry.tokens:
@@ -368,7 +367,8 @@ class DecodeRole:
                 entry.tokens.append(token)
                 return [AnswerDecode(key=key, message=token)]
             case table.DEnd():
-                return [AnswerDecode(key=key, message=entry.ended(effect, self._ctx, self._page_bytes, now))]
+                end = entry.ended(effect, self._ctx, self._page_bytes, now)
+                return [*measures.transferred(entry, "cancelled"), AnswerDecode(key=key, message=end)]
             case table.DStopCompute():
                 if self._sequences.stop(key):
                     entry.todo.append(table.ComputeQuiet())

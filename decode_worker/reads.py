@@ -20,6 +20,7 @@ from kvtransfer.port import WorkerPort, pick_transport
 from kvtransfer.transport import PageReader, ReadDone, ReaderConfig, ReadRequest, ReadStatus, transport
 from pdserve.clock import monotonic
 from pdserve.kvcache.layout import rank_pool_id
+from pdserve.obs.catalogue import worker as metrics
 from pdserve.types import PeerRef
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ class Reads:
         self._staging: dict[tuple[str, int], Staging] = {}
         self._slots: dict[int, tuple[Staging, memoryview]] = {}
         self._readers: dict[ReaderName, tuple[str, PageReader]] = {}
-        self._pending: dict[int, PageReader] = {}
+        self._pending: dict[int, tuple[PageReader, int]] = {}
+        """By read: its reader, and the bytes it moves."""
         self._lock = threading.Lock()
         self._done: list[tuple[ReadDone, str]] = []
         self._gone: OrderedDict[tuple[str, int], None] = OrderedDict()
@@ -83,7 +85,6 @@ class Reads:
             return
         name, reader = found
         _, slot = self._slots.get(effect.read_id, (None, None))
-        self._pending[effect.read_id] = reader
         request = ReadRequest(
             read_id=effect.read_id,
             key=effect.key,
@@ -94,6 +95,7 @@ class Reads:
             digest=effect.digest,
             target=self._own_page(effect) if slot is None else slot,
         )
+        self._pending[effect.read_id] = reader, request.target.nbytes
         try:
             if slot is None:
                 reader.read(request, lambda done: self._ended(done, name))
@@ -132,7 +134,9 @@ class Reads:
         return [effect for done, name in ended for effect in self._finish(done, name, now)]
 
     def _finish(self, done: ReadDone, name: str, now: float) -> list[Effect]:
-        self._pending.pop(done.read_id, None)
+        _, num_bytes = self._pending.pop(done.read_id, (None, 0))
+        if done.status is ReadStatus.GOOD:
+            self._port.measure(metrics.TRANSFERRED_BYTES, num_bytes, (name,))
         staging, slot = self._slots.pop(done.read_id, (None, None))
         if staging is not None and slot is not None:
             staging.give(slot)
@@ -150,8 +154,8 @@ class Reads:
             self._read(staging.waiting.popleft())
 
     def _cancel(self, effect: CancelRead) -> None:
-        reader = self._pending.get(effect.read_id)
-        if reader is not None:
+        if effect.read_id in self._pending:
+            reader, _ = self._pending[effect.read_id]
             reader.cancel(effect.read_id)
             return
         for staging in self._staging.values():
@@ -208,7 +212,7 @@ class Reads:
 
         An announce that names a pool which this incarnation does not have costs itself only.
         """
-        busy = {id(reader) for reader in self._pending.values()}
+        busy = {id(reader) for reader, _ in self._pending.values()}
         for name, (_, reader) in list(self._readers.items()):
             spare = len(self._readers) >= MAX_READERS and id(reader) not in busy
             earlier = name[0] == peer.worker_id and name[1] != peer.incarnation

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pdserve.errors import PdserveError
 from pdserve.messages import Ended, Evaluated, Prefilled, Refused, Reserved, Token, TransferMessage
+from pdserve.obs.catalogue.kinds import Metric
 from pdserve.sched.plan import StepPlan
 from pdserve.types import Key, PageName, PeerRef
 
@@ -144,10 +145,21 @@ class Retire:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """Add to a counter. `name` comes from the closed set in pdserve.worker.metrics."""
+    """Add to an event's counter. `name` comes from the closed set `pdserve.obs.catalogue.worker.EVENTS`, or
+    is one of those that `pdserve.worker.metrics` has a metric for."""
 
     name: str
     amount: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """Add to a declared metric: an amount to a counter, an observation to a histogram. labels: the values of
+    its labels in order, without the worker's role."""
+
+    metric: Metric
+    value: float = 1.0
+    labels: tuple[str, ...] = ()
 
 
 Effect = (
@@ -163,5 +175,6 @@ Effect = (
     | RunStep
     | SetGenerations
     | Count
+    | Measure
     | Retire
 )

@@ -17,6 +17,7 @@ from kvtransfer.session.guard import RoleContext
 from pdserve.kvcache.layout import PageLayout
 from pdserve.kvcache.manager import PageManager
 from pdserve.kvcache.pool import KVPool
+from pdserve.obs.catalogue.kinds import Metric
 from pdserve.obs.work import Works
 from pdserve.rpc.server import RpcServer
 from pdserve.sched.plan import StepPlan, StepResult
@@ -97,6 +98,10 @@ class WorkerPort(Protocol):
 
     def count(self, name: str, amount: int = 1) -> None:
         """Adds to a counter: nothing is dropped silently. Control thread only."""
+        ...
+
+    def measure(self, metric: Metric, value: float = 1.0, labels: tuple[str, ...] = ()) -> None:
+        """What the effect `Measure` does, at once. Control thread only."""
         ...
 
     def on(self, effect: type[E], handler: Callable[[E], None]) -> None:

@@ -55,6 +55,16 @@ class ComputeLog:
         """Rows computed so far."""
         return sum(chunk.count for chunk in self._chunks)
 
+    @property
+    def queue_s(self) -> float:
+        """From being ready to the first chunk's step; 0 before it."""
+        return self._waits[0].sum_s if self._waits else 0.0
+
+    @property
+    def compute_s(self) -> float:
+        """The steps of all chunks so far."""
+        return sum(chunk.sum_s for chunk in self._chunks)
+
     def ready(self, now: float) -> None:
         """The sequence may be computed from now on. Only the first call counts."""
         if self.ready_at is None:
@@ -102,6 +112,11 @@ class PageLog:
     def verified_at(self) -> float | None:
         """When the last page was verified; None before any was."""
         return self._last.verified if self._last else None
+
+    @property
+    def verify_s(self) -> float:
+        """Checking the pages that were good, all together."""
+        return self._verified.sum_s if self._verified else 0.0
 
     def announced(self, index: int, sealed_s: float, now: float) -> None:
         """A page's Announce arrived and its read begins."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtransfer import ticket
+from kvtransfer import measures, ticket
 from kvtransfer.effects import AnswerPrefill, Count, Effect
 from kvtransfer.session import prefill_events as table
 from kvtransfer.session.guard import (
@@ -36,17 +36,7 @@ from pdserve.messages import (
     Report,
     TransferMessage,
 )
-from pdserve.sched.plan import (
-    PageReady,
-    Preempted,
-    SeqEvent,
-    SeqFailed,
-    SeqFinished,
-    SeqStep,
-    SeqStopped,
-    Started,
-    TokenSampled,
-)
+from pdserve.sched import plan as seq
 from pdserve.sched.scheduler import StepScheduler
 from pdserve.types import Key, PageName
 from prefill_worker.entry import PREFIX, Entry, seq_id_of, sequence
@@ -76,6 +66,12 @@ class PrefillRole:
     def num_active(self) -> int:
         """Keys that can still make progress."""
         return sum(entry.session.live for entry in self._entries.values())
+
+    @property
+    def leases(self) -> tuple[int, int]:
+        """Keys whose other half must be heard of within a lease, and pages that may still be announced."""
+        live = [entry.session for entry in self._entries.values() if entry.session.live]
+        return len(live), sum(max(0, one.credit - one.num_announced) for one in live)
 
     @property
     def pace_s(self) -> float:
@@ -157,29 +153,29 @@ class PrefillRole:
             return []
         return self._run(entry, message, now)
 
-    def seq_event(self, event: SeqEvent, now: float) -> list[Effect]:
+    def seq_event(self, event: seq.SeqEvent, now: float) -> list[Effect]:
         """A scheduler event of a sequence that this role submitted."""
         entry = self._by_seq.get(event.seq_id)
         if entry is None:
             return []
         match event:
-            case Started():
+            case seq.Started():
                 return self._on_started(entry, event, now)
-            case PageReady():
+            case seq.PageReady():
                 entry.sealed(event, now)
                 return self._run(entry, self._holds.sealed(entry, event), now)
-            case TokenSampled():
+            case seq.TokenSampled():
                 entry.token = event
                 return []
-            case SeqFinished():
+            case seq.SeqFinished():
                 return self._on_finished(entry, event, now)
-            case Preempted():
+            case seq.Preempted():
                 entry.num_preempted += 1
-                return self._run(entry, table.PreemptedEvent(), now)
-            case SeqFailed():
+                return [Count(name="retractions"), *self._run(entry, table.PreemptedEvent(), now)]
+            case seq.SeqFailed():
                 failed = table.Stop(outcome=Outcome.STOPPED, detail=event.message)
                 return self._run(entry, table.ComputeQuiet(), now) + self._run(entry, failed, now)
-            case SeqStopped():
+            case seq.SeqStopped():
                 return self._run(entry, table.ComputeQuiet(), now)
             case _:
                 return []
@@ -189,7 +185,7 @@ class PrefillRole:
         entry = self._entries.get(key)
         return None if entry is None else entry.report(self._ctx.worker_id, now)
 
-    def stepped(self, step: SeqStep, began: float, ended: float) -> None:
+    def stepped(self, step: seq.SeqStep, began: float, ended: float) -> None:
         """A chunk of a prompt was computed."""
         entry = self._by_seq.get(step.seq_id)
         if entry is not None:
@@ -313,20 +309,22 @@ class PrefillRole:
                 out += self._run(entry, LOST, now) if entry.missed >= 2 else []
         return [*out, to_peer(peer, incarnation, Renew(keys=tuple(known), answer=True))]
 
-    def _on_started(self, entry: Entry, event: Started, now: float) -> list[Effect]:
+    def _on_started(self, entry: Entry, event: seq.Started, now: float) -> list[Effect]:
+        hits: list[Effect] = []
         if not entry.started_at:
             entry.started_at = now
             entry.hit_tokens = event.hit_tokens
-        return self._run(entry, table.Scheduled(), now)
+            hits = measures.prompt_tokens("prefix_hit", event.hit_tokens)
+        return hits + self._run(entry, table.Scheduled(), now)
 
-    def _on_finished(self, entry: Entry, event: SeqFinished, now: float) -> list[Effect]:
+    def _on_finished(self, entry: Entry, event: seq.SeqFinished, now: float) -> list[Effect]:
         assert entry.token is not None
         entry.done_at = now
         made = entry.token
         first = table.FirstToken(
             index=made.index, token_id=made.token_id, finish=event.reason, logprob=made.logprob
         )
-        return self._run(entry, first, now)
+        return measures.prompt_computed(entry.compute) + self._run(entry, first, now)
 
     def _run(self, entry: Entry, event: table.PEvent, now: float) -> list[Effect]:
         """Steps a session and carries its effects out, with the events these make in turn."""

@@ -25,6 +25,8 @@ class PageManager:
         self.allocator = PageAllocator(num_pages, pool_id, num_homes)
         self.homes = self.allocator.homes
         self._indexes = tuple(PrefixIndex() for _ in range(num_homes))
+        self.num_evicted = 0
+        """Pages that the prefix cache gave up for new ones."""
 
     # ---- counts --------------------------------------------------------------------------------------
 
@@ -135,7 +137,9 @@ class PageManager:
         if self.available_at(at) < n + keep_back:
             return None
         while self.allocator.free_at(at) < n:
-            self._uncache(self._indexes[at].pop_victims())
+            victims = self._indexes[at].pop_victims()
+            self.num_evicted += len(victims)
+            self._uncache(victims)
         return self.allocator.take(n, holder, at)
 
     def match(self, keys: Sequence[bytes], home: int | None = None) -> tuple[int, ...]:

@@ -44,6 +44,11 @@ class Role(Protocol):
         ...
 
     @property
+    def leases(self) -> tuple[int, int]:
+        """Keys whose other worker must be heard of within a lease, and pages that may still be announced."""
+        ...
+
+    @property
     def put_off(self) -> bool:
         """Whether there is something for `rest` to do."""
         ...

@@ -10,17 +10,20 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from kvtransfer.effects import Count, Effect, Retire, RunStep, SetGenerations
+from kvtransfer.effects import Count, Effect, Measure, Retire, RunStep, SetGenerations
 from kvtransfer.port import AfterStep, Input, WorkerParts
 from pdserve import failpoints
 from pdserve.errors import WorkerLost
+from pdserve.obs.catalogue import worker as metrics
+from pdserve.obs.catalogue.kinds import Metric
 from pdserve.sched.plan import StepPlan, StepResult
 from pdserve.worker.core import WorkerCore
+from pdserve.worker.metrics import WorkerSums
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class Driver:
         self.loop = loop
         self.lock = threading.Lock()
         self.core: WorkerCore | None = None
-        self.counters: dict[str, int] = {}
+        self.sums = WorkerSums()
         self.last_step_at = loop.time()
         self._runner = runner
         self._compute = compute
@@ -67,7 +70,8 @@ class Driver:
         self._inbox_due = False
         self.on(RunStep, self._run_step)
         self.on(SetGenerations, self._set_generations)
-        self.on(Count, self._count)
+        self.on(Count, lambda effect: self.sums.count(effect.name, effect.amount))
+        self.on(Measure, lambda effect: self.sums.add(effect.metric, effect.value, effect.labels))
         self.on(Retire, self._retire)
 
     def on(self, effect: type[E], handler: Callable[[E], None]) -> None:
@@ -103,7 +107,16 @@ class Driver:
     def count(self, name: str, amount: int = 1) -> None:
         """Adds to a counter; one without any is not made."""
         if amount:
-            self._count(Count(name=name, amount=amount))
+            self.sums.count(name, amount)
+
+    def measure(self, metric: Metric, value: float = 1.0, labels: tuple[str, ...] = ()) -> None:
+        """See WorkerPort."""
+        self.sums.add(metric, value, labels)
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Events by name; those that never happened are left out."""
+        return self.sums.counters
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits until a condition on the core holds."""
@@ -148,8 +161,8 @@ class Driver:
     # -- effects every worker has -----------------------------------------------------------------------
 
     def _run_step(self, effect: RunStep) -> None:
-        self._count(Count(name="steps"))
-        self._count(Count(name="step_rows", amount=sum(len(seq.token_ids) for seq in effect.plan.seqs)))
+        self.sums.count("steps")
+        self.sums.count("step_rows", sum(len(seq.token_ids) for seq in effect.plan.seqs))
         self.last_step_at = self.loop.time()  # an idle time before this step is not the step's
         wait_s = failpoints.stall_s("prefill_queue") if has_chunk(effect.plan) else 0.0
         if wait_s:
@@ -172,7 +185,7 @@ class Driver:
         result = replace(result, began_s=began, ended_s=self.loop.time())
         found = self._look_after(plan, result)
         if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self._step_done, result, found)
+            self.loop.call_soon_threadsafe(self._step_done, plan, result, found)
 
     def _look_after(self, plan: StepPlan, result: StepResult) -> list[Input]:
         try:
@@ -181,11 +194,27 @@ class Driver:
             log.exception("a hook after a step failed")
             return []
 
-    def _step_done(self, result: StepResult, found: list[Input]) -> None:
+    def _step_done(self, plan: StepPlan, result: StepResult, found: list[Input]) -> None:
         assert self.core is not None
         core = self.core
         self.last_step_at = self.loop.time()
+        self._measure_step(plan, result)
         self._apply(lambda now: [e for make in found for e in make(now)] + core.step_done(result, now))
+
+    def _measure_step(self, plan: StepPlan, result: StepResult) -> None:
+        """What a step was. Rows of a prompt: those of chunks, and one that is the last of a prompt."""
+        add, num_rows, num_prompt = self.sums.add, 0, 0
+        for step in plan.seqs:
+            rows = len(step.token_ids)
+            num_rows += rows
+            if rows > 1 or not step.sample_counter:
+                num_prompt += rows
+        add(metrics.STEP, (result.ended_s or 0.0) - (result.began_s or 0.0))
+        add(metrics.STEP_SEQUENCES, len(plan.seqs))
+        add(metrics.STEP_ROWS, num_rows)
+        add(metrics.GENERATED_TOKENS, len(result.tokens))
+        if num_prompt:
+            add(metrics.PROMPT_TOKENS, num_prompt, ("computed",))
 
     def _set_generations(self, effect: SetGenerations) -> None:
         for pool in self.parts.pools:
@@ -195,9 +224,6 @@ class Driver:
     def _retire(self, effect: Retire) -> None:
         log.warning("this incarnation ends: %s", effect.reason)
         self._on_retire(effect.reason)
-
-    def _count(self, effect: Count) -> None:
-        self.counters[effect.name] = self.counters.get(effect.name, 0) + effect.amount
 
     def close(self) -> None:
         """Stops the timer."""

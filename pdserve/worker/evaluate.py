@@ -15,7 +15,8 @@ from typing import Any
 
 from grpc.aio import ServicerContext
 
-from kvtransfer.effects import AnswerEvaluate, Effect
+from kvtransfer.effects import AnswerEvaluate, Count, Effect
+from kvtransfer.measures import prompt_tokens
 from kvtransfer.port import Input, WorkerPort
 from kvtransfer.session.guard import RoleContext, Tombstones, cache_salt
 from pdserve.errors import (
@@ -107,6 +108,11 @@ class EvaluateRole:
     def num_active(self) -> int:
         return sum(not entry.cancelled for entry in self._live.values())
 
+    @property
+    def leases(self) -> tuple[int, int]:
+        """None: nobody else has a part in these calls."""
+        return 0, 0
+
     def owns(self, seq_id: str) -> bool:
         """Whether a scheduler event is this role's."""
         return seq_id.startswith(PREFIX)
@@ -163,8 +169,10 @@ class EvaluateRole:
         match event:
             case Started():
                 entry.restart(event.hit_tokens)
+                return prompt_tokens("prefix_hit", event.hit_tokens)
             case Preempted():
                 entry.restart()
+                return [Count(name="retractions")]
             case SeqFinished():
                 return self._answer(event.seq_id, entry.result())
             case SeqFailed():

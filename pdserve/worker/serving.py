@@ -18,6 +18,7 @@ from pdserve.api import ExpertReport
 from pdserve.config.addresses import is_loopback
 from pdserve.kvcache.allocator import PageState
 from pdserve.messages import Report
+from pdserve.obs.tally import Sums
 from pdserve.parallel.coverage import Coverage
 from pdserve.ranks.rebalancing import Rebalancing
 from pdserve.ranks.runner import ParallelRunner
@@ -33,6 +34,7 @@ from pdserve.worker.expert_keeper import ExpertKeeper
 from pdserve.worker.experts import ExpertWatch
 from pdserve.worker.front import Front
 from pdserve.worker.membership import Membership
+from pdserve.worker.metrics import Figures, WorkerMetrics
 from pdserve.worker.roles import load_roles
 from pdserve.worker.services import SERVICE, WorkerServicer
 
@@ -78,11 +80,15 @@ class Serving:
         self._imbalance, self._loss, self._looked_at = 0.0, 0.0, float("-inf")
         self._membership: Membership | None = None
         self._front = Front.of(engine.config, parts)
+        self._metrics = WorkerMetrics(engine.config.role, self._figures, loop)
         self.record: WorkerRecord = self._record("", {})
 
     async def start(self) -> None:
         """Listens, opens the data plane and dials the routers."""
-        parts = self._engine.parts
+        parts, config = self._engine.parts, self._engine.config
+        scraped = ""
+        if config.metrics_port is not None:
+            scraped = self._metrics.start(parts.host, config.metrics_port)
         names = [name for role in self._roles for name in role.services(self._server)]
         servicer = WorkerServicer(
             self._engine.model.tokenizer, self.state, self.drain, self.report,
@@ -93,10 +99,10 @@ class Serving:
         endpoints: dict[str, str] = {}
         for role in self._roles:
             endpoints |= await role.start(self._server.address)
-        self.record = self._record(self._server.address, endpoints)
+        self.record = replace(self._record(self._server.address, endpoints), metrics=scraped)
         own = () if self._front is None else (await self._front.start(),)
         self._membership = Membership(
-            (*self._engine.config.routers, *own), parts.context.secret, self.record, self.load, parts.tls
+            (*config.routers, *own), parts.context.secret, self.record, self.load, parts.tls
         )
         self._membership.start()
         self._keeper.start()
@@ -114,7 +120,7 @@ class Serving:
 
     async def stop(self) -> None:
         """Leaves the routers, ends calls, closes the data plane."""
-        await self._keeper.stop()
+        await asyncio.gather(self._keeper.stop(), self._metrics.stop())
         if self._membership is not None:
             await self._membership.stop()
         if self._front is not None:
@@ -154,6 +160,16 @@ class Serving:
             expert_balance_loss=self._loss,
             **self._rebalances(now),
         )
+
+    def _figures(self) -> tuple[Figures, list[Sums]]:
+        """What a scrape of the metrics tells."""
+        parts = self._engine.parts
+        leases = [role.role.leases for role in self._roles]
+        figures = Figures(
+            load=self.load(), page_bytes=parts.page_bytes, num_evicted=parts.pages.num_evicted,
+            leases=sum(keys for keys, _ in leases), credits=sum(pages for _, pages in leases),
+        )  # fmt: skip
+        return figures, self._driver.sums.copy()
 
     def _look_at_experts(self, now: float) -> None:
         self._experts.note(now)

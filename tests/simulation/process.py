@@ -222,7 +222,7 @@ class Process:
             case fx.Count():
                 self.world.counters[effect.name] += effect.amount
                 self.fleet.judge.counted(self, effect.name)
-            case fx.Dial():
+            case fx.Dial() | fx.Measure():
                 pass
             case fx.Retire(reason=reason):
                 self.fleet.retire(self, reason)

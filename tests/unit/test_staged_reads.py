@@ -80,7 +80,7 @@ class Kit:
         )  # fmt: skip
         port: Any = types.SimpleNamespace(
             parts=parts, on=self.handlers.__setitem__, feed_soon=lambda make: make(0.0),
-            loop=types.SimpleNamespace(run_in_executor=lambda _, close: close()),
+            measure=lambda *_: None, loop=types.SimpleNamespace(run_in_executor=lambda _, close: close()),
         )  # fmt: skip
         role: Any = types.SimpleNamespace(read_done=self._done)
         self.reads = Reads(port, role)

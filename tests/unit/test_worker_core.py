@@ -21,6 +21,7 @@ class Idle:
         self.draining = False
         self.num_live = self.num_active = 0
         self.pace_s = 0.0
+        self.leases = (0, 0)
         self.put_off = False
 
     def rest(self) -> None:

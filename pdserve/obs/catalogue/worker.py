@@ -20,7 +20,8 @@ from pdserve.obs.catalogue.kinds import (
     histogram,
 )
 
-TRANSPORT = Label("transport", ("shm", "tcp", "nixl"))
+TRANSPORT = Label("transport", ("shm", "tcp", "nixl", "none"))
+"""none: a transfer that ended before any of its pages was read."""
 PROMPT_SOURCES = ("computed", "prefix_hit", "transferred")
 TRANSFER_OUTCOMES = ("complete", "failed", "cancelled")
 EVENTS = (
@@ -43,8 +44,8 @@ TRANSFER = histogram(
     ROLE, TRANSPORT, buckets=PHASE_SECONDS,
 )  # fmt: skip
 VERIFY = histogram(
-    "pdserve_worker_verify_seconds", "Decode: checking the digests of one request's pages.", ROLE,
-    buckets=SHORT_SECONDS,
+    "pdserve_worker_verify_seconds", "Decode: checking the digests of one request's pages, all together.",
+    ROLE, buckets=SHORT_SECONDS,
 )  # fmt: skip
 DECODE_QUEUE = histogram(
     "pdserve_worker_decode_queue_seconds", "From a sequence being complete here to its first decode step.",
@@ -57,9 +58,13 @@ STEP_ROWS = histogram(
     buckets=COUNTS,
 )  # fmt: skip
 
-RUNNING = gauge("pdserve_worker_running_requests", "Requests being computed or received.", ROLE)
-WAITING = gauge("pdserve_worker_waiting_requests", "Requests that wait here.", ROLE)
-WAITING_TOKENS = gauge("pdserve_worker_waiting_tokens", "Prompt tokens of requests that wait here.", ROLE)
+RUNNING = gauge("pdserve_worker_running_requests", "Sequences that take part in steps.", ROLE)
+WAITING = gauge(
+    "pdserve_worker_waiting_requests", "Sequences that wait for their first step, or for pages again.", ROLE
+)
+WAITING_TOKENS = gauge(
+    "pdserve_worker_waiting_tokens", "Prompt tokens that are still to be computed here.", ROLE
+)
 PAGES = gauge("pdserve_worker_pages", "KV pages by state.", ROLE, PAGE_STATE)
 USED_PAGES = gauge(
     "pdserve_worker_used_pages", "KV pages neither free nor evictable, by use and age.", ROLE, USED_STATE, AGE
@@ -68,9 +73,11 @@ PAGE_BYTES = gauge("pdserve_worker_page_bytes", "Bytes of one KV page.", ROLE)
 KV_UTILIZATION = gauge(
     "pdserve_worker_kv_utilization_ratio", "Pages neither free nor evictable over all pages, 0 to 1.", ROLE
 )
-LEASES = gauge("pdserve_worker_leases", "Requests that hold pages under a lease.", ROLE)
-CREDITS = gauge("pdserve_worker_credits", "Pages that may be announced and not yet acknowledged.", ROLE)
-READY = gauge("pdserve_worker_ready", "1 if the worker takes requests.", ROLE)
+LEASES = gauge(
+    "pdserve_worker_leases", "Requests whose other worker must be heard of within one lease.", ROLE
+)
+CREDITS = gauge("pdserve_worker_credits", "Pages that may still be announced under the credit granted.", ROLE)
+READY = gauge("pdserve_worker_ready", "1 if the worker takes requests; 0 too when it does not answer.", ROLE)
 DRAINING = gauge("pdserve_worker_draining", "1 if the worker finishes what it has and takes no more.", ROLE)
 
 PROMPT_TOKENS = counter(
