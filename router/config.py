@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pdserve.config.telemetry import TelemetrySettings
 from pdserve.config.tls import tls_files
 from pdserve.errors import ConfigError
 
+_ADDRESS = re.compile(r"[A-Za-z0-9_.:\[\]-]+:[0-9]{1,5}")
 SECRET_VARIABLE = "PDSERVE_FLEET_SECRET"  # noqa: S105 - the name of a variable
 
 
@@ -149,6 +151,11 @@ class RouterConfig(TelemetrySettings):
         30.0, help="How long running requests may take to finish at shutdown.", unit="seconds", minimum=0
     )
 
+    fleet_metrics: tuple[str, ...] = setting(
+        (),
+        help="host:port of the metrics of processes that keep workers (their fleet_port), with commas "
+        "between: what routers list for Prometheus beside their workers.",
+    )
     slo_ttft_s: float = setting(
         2.0,
         help="Objective of metrics: a request's first token comes in this time.",
@@ -161,6 +168,8 @@ class RouterConfig(TelemetrySettings):
 
     def __post_init__(self) -> None:
         tls_files(self)
+        if not all(_ADDRESS.fullmatch(address) for address in self.fleet_metrics):
+            raise ConfigError("fleet_metrics: must be host:port, with commas between")
         given = {"jwt_issuer": self.jwt_issuer, "jwt_audience": self.jwt_audience}
         given["jwt_jwks_file"] = self.jwt_jwks_file
         if any(given.values()) and not all(given.values()):

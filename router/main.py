@@ -99,7 +99,8 @@ class Router:
 
     def _targets(self) -> Page:
         """What Prometheus should scrape. Called on a thread of the metrics port."""
-        return targets(f"{self._config.host}:{self.metrics_port}", self.hub.roster.members())
+        address = f"{self._config.host}:{self.metrics_port}"
+        return targets(address, self.hub.roster.members(), self._config.fleet_metrics)
 
     def _on_ready(self, ready: bool) -> None:
         if ready == self._ready:

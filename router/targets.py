@@ -11,11 +11,11 @@ from pdserve.obs.port import Page
 from router.membership import Member
 
 
-def targets(address: str, members: Iterable[Member], fleet: str = "") -> Page:
-    """The page `/targets`. address, fleet: host:port of the metrics of this router, and of the process that
-    keeps its workers; empty: unknown. Workers without metrics are not listed."""
+def targets(address: str, members: Iterable[Member], fleets: Iterable[str] = ()) -> Page:
+    """The page `/targets`. address, fleets: host:port of the metrics of this router, and of processes that
+    keep workers. Workers without metrics are not listed."""
     found = [_target(advertised(address), process="router")]
-    found += [_target(fleet, process="fleet")] if fleet else []
+    found += [_target(fleet, process="fleet") for fleet in fleets]
     found += [
         _target(
             member.record.metrics,

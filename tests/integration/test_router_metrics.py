@@ -14,12 +14,13 @@ from collections.abc import AsyncIterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.errors import Overloaded
+from pdserve.errors import ConfigError, Overloaded
 from pdserve.messages import PrefillRequest, Reserve, Reserved
 from pdserve.obs import catalogue
 from pdserve.obs.catalogue import Kind
 from pdserve.rpc import convert
 from pdserve.types import Role, WorkerLoad
+from router.config import RouterConfig
 from router.main import Router
 from tests.support.router_kit import FakeWorker, Fleet, fleet
 from tests.support.tools import tool
@@ -170,18 +171,24 @@ async def test_workers_count_by_state_and_their_pages_by_use() -> None:
 
 async def test_targets_are_the_router_and_the_workers_that_have_metrics() -> None:
     told, silent = FakeWorker("told", Role.PREFILL, metrics="10.0.0.7:9465"), FakeWorker("s", Role.DECODE)
-    async with fleet(told, silent, metrics=True) as running:
+    async with fleet(told, silent, metrics=True, fleet_metrics=("10.0.0.8:9466",)) as running:
         found = json.loads(await page(running.router, "/targets"))
         port = running.router.metrics_port
         assert found == [
             {"targets": [f"127.0.0.1:{port}"], "labels": {"process": "router"}},
+            {"targets": ["10.0.0.8:9466"], "labels": {"process": "fleet"}},
             {
                 "targets": ["10.0.0.7:9465"],
                 "labels": {"process": "worker", "worker": "told", "role": "prefill"},
             },
         ]
         await told.leave()
-        assert len(json.loads(await page(running.router, "/targets"))) == 1
+        assert len(json.loads(await page(running.router, "/targets"))) == 2
+
+
+def test_an_address_of_a_fleet_process_must_be_one() -> None:
+    with pytest.raises(ConfigError, match="fleet_metrics"):
+        RouterConfig(fleet_metrics=("http://10.0.0.8:9466/metrics",))
 
 
 # ---- names -------------------------------------------------------------------------------------------

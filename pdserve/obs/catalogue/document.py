@@ -20,8 +20,8 @@ Every process serves its metrics as Prometheus text on a port of its own:
 | worker | any free one | `--worker-metrics-port` of `pdserve up` and `pdserve fleet`; routers know it |
 | `pdserve fleet`, `pdserve up` | - | `--fleet-port` |
 
-**What to scrape.** `GET /targets` on a router's metrics port lists the router, its workers and, where it is
-known, the fleet process, as Prometheus' `http_sd_configs` want it (`deploy/prometheus/prometheus.yml`);
+**What to scrape.** `GET /targets` on a router's metrics port lists the router, its workers and the fleet
+processes of `--fleet-metrics`, as Prometheus' `http_sd_configs` want it (`deploy/prometheus/prometheus.yml`);
 labels are `process` (router, worker, fleet) and, of workers, `worker` and `role`. Scrape with
 `honor_labels: true`: series say their role themselves. Neither page asks for credentials; the port listens
 where the router does, on loopback by default.
