@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.deploy.helm_golden import golden, path
 from tests.support.chart import CHART, EVERYTHING, EXAMPLES, helm, refused, render
 from tests.support.manifests import name_of, only, pods, problem
 from tests.support.source_tree import ROOT
@@ -134,3 +135,10 @@ def test_notes_say_what_is_not_safe() -> None:
     assert "WARNING: neither keys nor tokens" in open_notes
     assert "WARNING" not in safe
     assert "--tls-ca ca.crt" in safe
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_render_as_they_were_reviewed(example: str) -> None:
+    """After a change that is meant: `python -m tests.deploy.helm_golden`, and look at the difference."""
+    wanted = path(example).read_text("utf-8").splitlines()
+    assert golden(example).splitlines() == wanted

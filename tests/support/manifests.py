@@ -27,7 +27,7 @@ _CORE_GROUPS = ("apps", "policy", "autoscaling", "batch", "networking.k8s.io", "
 
 def load(text: str) -> list[Manifest]:
     """All documents of a stream, without empty ones."""
-    return [document for document in yaml.safe_load_all(text) if document]
+    return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
 
 
 def name_of(manifest: Manifest) -> str:
