@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pdserve.obs.catalogue.router import OUTCOMES
 from pdserve.obs.dashboards import DASHBOARDS, Dashboard, Panel, Query
 from pdserve.obs.dashboards.grafana import COLUMNS, document, of_one_fleet
 from pdserve.obs.dashboards.groups import OUTCOME_GROUPS
-from pdserve.obs.metrics import OUTCOMES
 from tests.support.source_tree import ROOT
 from tests.support.tools import tool
 

@@ -17,6 +17,16 @@ _GAIN = f"({_mean_of('pdserve_itl_seconds', _ONE)} - {_mean_of('pdserve_itl_seco
 
 _TIMES = (
     Panel(
+        title="Lengths",
+        unit=Unit.TOKENS,
+        description="Median tokens of prompts and of answers of the requests that ended. Long prompts with "
+        "long answers gain most from disaggregation.",
+        queries=(
+            query(quantile(0.5, "pdserve_request_prompt_tokens"), "prompt"),
+            query(quantile(0.5, "pdserve_request_completion_tokens"), "answer"),
+        ),
+    ),
+    Panel(
         title="Time to first token by mode",
         unit=Unit.SECONDS,
         description="Mean by who computed the prompt. Compare modes only if their prompts are alike.",

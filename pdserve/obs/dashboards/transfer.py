@@ -94,14 +94,14 @@ _MEMORY = (
     Panel(
         title="Leases",
         unit=Unit.COUNT,
-        description="Leases that each worker has given or holds for transfers under way. Zero when nothing "
-        "runs.",
+        description="Requests that hold pages under a lease on each worker. Zero when nothing runs.",
         queries=(query("sum by (role, instance) (pdserve_worker_leases)", "{{role}} {{instance}}"),),
     ),
     Panel(
         title="Credits",
         unit=Unit.COUNT,
-        description="Pages that prefill workers may still announce before decode has to grant more.",
+        description="Pages that may be announced on each worker and are not acknowledged yet. Steady at its "
+        "most: the wire does not keep up.",
         queries=(query("sum by (role, instance) (pdserve_worker_credits)", "{{role}} {{instance}}"),),
     ),
 )
