@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pdserve.obs.dashboards.panel import Colour, Dashboard, Kind, Panel, Step, Unit, query, rate
 
-OURS = "(pdserve_build_info or pdserve_worker_ready)"
-"""One series for each router and worker: picks their process metrics from those of other programs."""
+OURS = "(pdserve_build_info or pdserve_worker_ready or pdserve_fleet_wanted_workers)"
+"""Series of each router, worker and fleet process: they pick theirs out of the metrics of all processes."""
 
 
 def _pages(role: str) -> Panel:
@@ -99,8 +99,8 @@ _PAGES = (
     Panel(
         title="Process memory",
         unit=Unit.BYTES,
-        description="Resident memory of routers and workers, shared pools included. A steady slope under a "
-        "steady load is a leak (alert PdserveMemoryGrows).",
+        description="Resident memory of routers, workers and fleet processes, shared pools included. A "
+        "steady slope under a steady load is a leak (alert PdserveMemoryGrows).",
         queries=(
             query(f"process_resident_memory_bytes and on (job, instance) {OURS}", "{{job}} {{instance}}"),
         ),

@@ -54,7 +54,7 @@ _PROCESSES = (
     Panel(
         title="Processor time",
         unit=Unit.CORES,
-        description="Cores that each router and worker keeps busy.",
+        description="Cores that each router, worker and fleet process keeps busy.",
         queries=(
             query(
                 f"rate(process_cpu_seconds_total[$__rate_interval]) and on (job, instance) {OURS}",
@@ -65,7 +65,7 @@ _PROCESSES = (
     Panel(
         title="Age of processes",
         unit=Unit.SECONDS,
-        description="Seconds since each router and worker started.",
+        description="Seconds since each router, worker and fleet process started.",
         queries=(
             query(
                 f"time() - process_start_time_seconds and on (job, instance) {OURS}",
@@ -76,8 +76,8 @@ _PROCESSES = (
     Panel(
         title="Open files",
         unit=Unit.COUNT,
-        description="File descriptors of each router and worker, sockets included. They should not grow "
-        "without requests.",
+        description="File descriptors of each router, worker and fleet process, sockets included. They "
+        "should not grow without requests.",
         queries=(
             query(f"process_open_fds and on (job, instance) {OURS}", "{{job}} {{instance}}"),
         ),
@@ -92,10 +92,10 @@ _PROCESSES = (
     Panel(
         title="Targets that answer",
         unit=Unit.COUNT,
-        description="Processes that Prometheus reaches, of those it knows; empty lines are none.",
+        description="Routers, workers and fleet processes that Prometheus reaches.",
         queries=(
             query(
-                "count by (job) (up and on (job, instance) (pdserve_build_info or pdserve_worker_ready))",
+                f"count by (job) (up == 1 and on (job, instance) {OURS})",
                 "{{job}}",
             ),
         ),
