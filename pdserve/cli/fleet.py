@@ -7,16 +7,17 @@ import os
 
 from pdserve.cli.phases import Phases
 from pdserve.cli.stopping import StopSignals
-from pdserve.cli.workers import describe, ray_of, start_workers, telling_logs, wait_workers
+from pdserve.cli.workers import describe, ray_of, start_workers, telling_logs, wait_workers, watching
 from pdserve.config import ServeConfig
 from pdserve.config.precision import RELAXED
 from pdserve.config.tls import tls_source
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, Unavailable
 from pdserve.fleet.rundirs import run_directory
 from pdserve.obs.logging import log_as
 from router.config import RouterConfig
 
 EXIT_OK, EXIT_INTERRUPTED = 0, 130
+LOOK_EVERY_S = 1.0
 
 
 def run(config: ServeConfig) -> int:
@@ -36,11 +37,15 @@ def run(config: ServeConfig) -> int:
             logs = stack.enter_context(ray_of(config, phases))
             fleet = start_workers(config, phases, secret=secret, routers=config.routers, run_dir=run_dir)
             stack.callback(fleet.shutdown, 0.0)
+            watch = stack.enter_context(watching(fleet, config))
             with telling_logs(logs):
                 wait_workers(fleet, config, phases)
             print(f"ready after {phases.summary()}; Ctrl-C drains and stops", flush=True)
             signals.serving()
-            signals.requested.wait()
+            while not signals.requested.wait(LOOK_EVERY_S):
+                if watch.lost():
+                    fleet.abandon()
+                    raise Unavailable("the Ray cluster, or our connection to it, is gone")
             signals.draining()
             with phases.phase("drain", f"running requests have {config.drain_timeout_s:g} s"):
                 fleet.shutdown(config.drain_timeout_s)

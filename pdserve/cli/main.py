@@ -69,7 +69,25 @@ def fleet(resolved: Resolved[ServeConfig], config: Path | None) -> None:
     require_platform()
     from pdserve.cli.fleet import run
 
-    raise typer.Exit(run(resolved.config.resolved()))
+    raise typer.Exit(run(resolved.config.resolved(part=True)))
+
+
+@app.command()
+def drain(
+    here: Annotated[bool, typer.Option("--here", help="The Ray node on this machine.")] = False,
+    node: Annotated[str, typer.Option(metavar="ID", help="Another Ray node, by its id in hex.")] = "",
+    ray_address: Annotated[
+        str,
+        typer.Option(envvar="PDSERVE_RAY_ADDRESS", help="host:port of the cluster; empty: as Ray finds it."),
+    ] = "",
+    timeout_s: Annotated[float, typer.Option(min=1.0, help="How long it may take, in seconds.")] = 120.0,
+) -> None:
+    """Move the workers of a Ray node elsewhere, their requests finished, before the node goes."""
+    if here == bool(node):
+        raise ConfigError("here: say --here, or --node and its id")
+    from pdserve.cli.drain import run
+
+    raise typer.Exit(run(node, ray_address, timeout_s))
 
 
 def _router(resolved: Resolved[object], config: Path | None, parent: int = 0, ready_fd: int = -1) -> None:

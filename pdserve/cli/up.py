@@ -14,7 +14,7 @@ from pdserve.cli.platforms import require_transport
 from pdserve.cli.router_child import RouterChild, router_arguments
 from pdserve.cli.router_keeper import RouterKeeper
 from pdserve.cli.stopping import StopSignals
-from pdserve.cli.workers import describe, ray_of, start_workers, telling_logs, wait_workers
+from pdserve.cli.workers import describe, ray_of, start_workers, telling_logs, wait_workers, watching
 from pdserve.client import Client
 from pdserve.config import ServeConfig
 from pdserve.config.addresses import advertised
@@ -71,6 +71,7 @@ def _start(
     routers = (advertised(router.child.address),)
     fleet = start_workers(config, phases, secret=secret, routers=routers, run_dir=run_dir)
     stack.callback(fleet.shutdown, 0.0)
+    stack.enter_context(watching(fleet, config))
     with telling_logs(logs):
         wait_workers(fleet, config, phases)
     with phases.phase("join", "waiting until the router has met every worker"):

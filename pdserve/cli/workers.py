@@ -12,10 +12,14 @@ from pdserve.config import ServeConfig
 from pdserve.errors import InternalError, Unavailable
 from pdserve.fleet.cluster import joined_ray, local_ray
 from pdserve.fleet.handle import FleetHandle, Status
+from pdserve.fleet.port import fleet_port
 from pdserve.fleet.spec import FleetSpec
+from pdserve.fleet.watch import FleetWatch
 from pdserve.types import Role
 
 LOG_LINES = 15
+OWNER_LEASE_S = 30.0
+"""Workers on a cluster end, after their work, when we have died without a word and nobody took over."""
 
 
 @contextlib.contextmanager
@@ -30,6 +34,17 @@ def ray_of(config: ServeConfig, phases: Phases) -> Iterator[Path | None]:
             else:
                 logs = stack.enter_context(local_ray())
         yield logs
+
+
+@contextlib.contextmanager
+def watching(fleet: FleetHandle, config: ServeConfig) -> Iterator[FleetWatch]:
+    """Follows the fleet for the time of the block, and serves its port if it is to have one."""
+    with contextlib.ExitStack() as stack:
+        watch = stack.enter_context(FleetWatch(fleet).watching())
+        if config.fleet_port is not None:
+            port = stack.enter_context(fleet_port(watch, config.fleet_port, config.host))
+            print(f"the fleet's port: http://{config.host}:{port.port}/metrics, /readyz, /livez", flush=True)
+        yield watch
 
 
 @contextlib.contextmanager
@@ -59,6 +74,10 @@ def start_workers(
         },
         start_timeout_s=config.start_timeout_s,
         drain_timeout_s=config.drain_timeout_s,
+        exclusive_nodes=config.exclusive_nodes,
+        name=config.fleet_name,
+        # A Ray of our own ends with us anyway.
+        owner_lease_s=OWNER_LEASE_S if config.ray_address else 0.0,
     )
     return FleetHandle.start(spec)
 

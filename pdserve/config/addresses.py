@@ -5,6 +5,11 @@ from __future__ import annotations
 import ipaddress
 import socket
 
+from pdserve.errors import ConfigError
+
+DNS = "dns+"
+"""Before host:port: every address behind the name, whichever these are at the time."""
+
 
 def is_loopback(host: str) -> bool:
     """Whether a host name or address can only be reached from this machine."""
@@ -24,3 +29,10 @@ def advertised(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel picks the outgoing address
         return f"{probe.getsockname()[0]}:{port}"
+
+
+def check_router(entry: str) -> None:
+    """Raises ConfigError unless an entry of `routers` is host:port, or dns+host:port."""
+    host, colon, port = entry.removeprefix(DNS).rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigError("routers: must be host:port, or dns+host:port")

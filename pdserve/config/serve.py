@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pdserve.config.addresses import is_loopback
 from pdserve.config.fields import setting
+from pdserve.config.fleet import FleetSettings
 from pdserve.config.precision import (
     EXACT,
     FAST,
@@ -46,7 +47,7 @@ NODE_HOST = "node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeConfig(TelemetrySettings):
+class ServeConfig(FleetSettings):
     """What an operator may set. `resolved()` turns every "auto" into a value, but for weights that workers
     choose themselves (precision fast): they know their CPU and the model."""
 
@@ -172,7 +173,10 @@ class ServeConfig(TelemetrySettings):
         minimum=0,
         maximum=19,
     )
-    host: str = setting("127.0.0.1", help="Address of the router; others than loopback need TLS or insecure.")
+    host: str = setting(
+        "127.0.0.1",
+        help="Address of the router, or of the fleet's port; others than loopback need TLS or insecure.",
+    )
     port: int = setting(50051, help="gRPC port of the router; 0: any free one.", minimum=0, maximum=65535)
     metrics_port: int = setting(
         9464, help="Port of the router's Prometheus metrics; 0: any free one.", minimum=0, maximum=65535
@@ -208,13 +212,6 @@ class ServeConfig(TelemetrySettings):
         "machine do not see it; client commands show the same one.",
         secret=True,
     )
-    ray_address: str = setting("", help="host:port of a Ray cluster to join; empty: start a local one.")
-    routers: tuple[str, ...] = setting(
-        (), help="host:port of routers that run elsewhere; for `pdserve fleet` alone."
-    )
-    secret_file: str = setting(
-        "", help="File with the fleet secret in hex; empty: a new one, or PDSERVE_FLEET_SECRET for the parts."
-    )
     decode_pace_s: float = setting(
         0.04,
         help="Least time between decode steps while a prefill worker on the same machine computes a prompt "
@@ -232,55 +229,57 @@ class ServeConfig(TelemetrySettings):
         maximum=65535,
     )
     lease_s: float = setting(10.0, help="Lease on transfers and reservations.", unit="seconds", minimum=0.1)
-    start_timeout_s: float = setting(
-        300.0, help="How long workers may take until they serve.", unit="seconds", minimum=1
-    )
-    drain_timeout_s: float = setting(
-        30.0, help="How long running requests may take to finish at shutdown.", unit="seconds", minimum=0
-    )
 
-    def resolved(self) -> ServeConfig:
-        """A copy without "auto", but for weights with precision fast. Raises ConfigError for settings that
+    def resolved(self, *, part: bool = False) -> ServeConfig:
+        """A copy without "auto", but for weights with precision fast. part: prefill or decode workers may be
+        alone, others have the rest; naming one means none of the other. Raises ConfigError for settings that
         do not go together."""
-        share = 0 if self.aggregated else 1
+        share = 0 if self.aggregated or (part and (self.prefill or self.decode)) else 1
         usual = None if self.precision == FAST else EXACT
         forms = (self.prefill_weights or usual, self.decode_weights or usual)
         prefill = share if self.prefill is None else self.prefill
+        decode = share if self.decode is None else self.decode
         config = dataclasses.replace(
             self,
             prefill_weights=forms[0],
             decode_weights=forms[1],
             aggregated_weights=self.aggregated_weights or usual,
-            kv_mixing=mixing(self.kv_mixing, *forms) if prefill else self.kv_mixing or STRICT,
+            kv_mixing=mixing(self.kv_mixing, *forms) if prefill or decode else self.kv_mixing or STRICT,
             prefill=prefill,
-            decode=share if self.decode is None else self.decode,
+            decode=decode,
             token_budget=self.token_budget or 2 * self.prefill_chunk_tokens,
             threads=self.threads or len(os.sched_getaffinity(0)),
         )
         config = dataclasses.replace(config, kv_dtype=config._common_pages())
-        config.check()
+        config.check(part=part)
         return config
 
     def _common_pages(self) -> str | None:
         """kv_dtype; workers must not choose one each where they can not all have the same of 8 bits."""
-        sizes = {self._page_size(role) for role in self.wanted()}
-        alike = len(sizes) == 1 and all(self.ranks(role) == 1 for role in self.wanted())
+        sizes = {self._page_size(role) for role in self._roles()}
+        alike = len(sizes) == 1 and all(self.ranks(role) == 1 for role in self._roles())
         return self.kv_dtype if alike or self.precision == EXACT else self.kv_dtype or self.dtype
 
-    def check(self) -> None:
-        """Raises ConfigError naming the first field that does not go with the others."""
+    def _roles(self) -> tuple[Role, ...]:
+        """Roles whose workers have to go together, those of other parts included."""
+        pair = (Role.PREFILL, Role.DECODE) if self.prefill or self.decode else ()
+        return (*pair, Role.AGGREGATED) if self.aggregated else pair
+
+    def check(self, *, part: bool = False) -> None:
+        """Raises ConfigError naming the first field that does not go with the others. part: see resolved."""
         tls_files(self)
-        if bool(self.prefill) != bool(self.decode):
+        self.check_fleet()
+        if bool(self.prefill) != bool(self.decode) and not part:
             raise ConfigError("prefill: prefill and decode workers need each other; give both or neither")
-        if not (self.prefill or self.aggregated):
+        if not self._roles():
             raise ConfigError("aggregated: no workers at all; give prefill and decode, or aggregated")
         if self.transport == "nixl" and max(self.prefill_tp, self.decode_tp) > 1:
             raise ConfigError(f"transport: {NO_NIXL}")
-        for role in self.wanted():
+        for role in self._roles():
             if self.ranks(role) > 1 and self._weights(role) not in (None, EXACT):
                 raise ConfigError(f"{role}_weights: {NO_QUANTISED_RANKS}")
         self._check_pages()
-        if self.prefill and self._unlike_weights() and self.kv_mixing == STRICT:
+        if Role.PREFILL in self._roles() and self._unlike_weights() and self.kv_mixing == STRICT:
             raise ConfigError(
                 "kv_mixing: prefill and decode workers with different weights compute different pages; "
                 "allow it with relaxed, or give both the same"
@@ -299,9 +298,9 @@ class ServeConfig(TelemetrySettings):
     def _check_pages(self) -> None:
         if page_dtype(self.kv_dtype, self.dtype) != INT8:
             return
-        if any(self.ranks(role) > 1 for role in self.wanted()):
+        if any(self.ranks(role) > 1 for role in self._roles()):
             raise ConfigError(f"kv_dtype: {NO_INT8_RANKS}")
-        if self.prefill and self._page_size(Role.PREFILL) != self._page_size(Role.DECODE):
+        if Role.PREFILL in self._roles() and self._page_size(Role.PREFILL) != self._page_size(Role.DECODE):
             raise ConfigError(
                 "kv_dtype: pages in int8 are taken as they are; give prefill and decode one page size, "
                 "or pages of the model's type"

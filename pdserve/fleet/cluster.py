@@ -31,6 +31,9 @@ OBJECT_STORE_BYTES = 100 * 2**20
 SHUTDOWN_PATIENCE_S = 15.0
 END_PATIENCE_S = 3.0
 PROBE_TIMEOUT_S = 5.0
+CLIENT_TRIES = 3
+CLIENT = "ray://"
+"""Before an address of Ray's client server."""
 _SETTINGS = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -109,11 +112,20 @@ def _restored(environ: MutableMapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def joined_ray(address: str) -> Iterator[None]:
-    """Joins a running cluster for the time of the block, from the main thread. Raises PdserveError."""
-    _probe(address)
+    """Joins a running cluster for the time of the block, from the main thread. Raises PdserveError.
+
+    address: host:port of the cluster, for a process on one of its nodes; "auto" for the node we are on;
+    ray://host:port of Ray's client server, from anywhere.
+    """
+    if address != "auto":
+        _probe(address)
     with _restored(os.environ):
         join_environment(os.environ)
-        _init(address=address)
+        if address.startswith(CLIENT):
+            _knock(address.removeprefix(CLIENT))
+            _init_client(address)
+        else:
+            _init(address=address)
         try:
             yield
         finally:
@@ -146,6 +158,20 @@ def _init(**options: object) -> None:
         signal.signal(signal.SIGHUP, hangup)
 
 
+def _init_client(address: str) -> None:
+    """Ray's client server forks a server for each client, which may die before it has begun; again, then."""
+    for left in reversed(range(CLIENT_TRIES)):
+        try:
+            _init(address=address)
+        except Unavailable:
+            if not left:
+                raise
+            log.warning("Ray's client server did not take us; trying again")
+            _disconnect()
+        else:
+            return
+
+
 def _chain(err: BaseException | None) -> Iterator[BaseException]:
     while err is not None:
         yield err
@@ -154,13 +180,32 @@ def _chain(err: BaseException | None) -> Iterator[BaseException]:
 
 def _probe(address: str) -> None:
     """Ray itself would take minutes to find out that nobody listens."""
-    host, _, port = address.rpartition(":")
+    host, _, port = address.removeprefix(CLIENT).rpartition(":")
     try:
         socket.create_connection((host, int(port)), PROBE_TIMEOUT_S).close()
     except ValueError:
-        raise ConfigError("ray_address: must be host:port") from None
+        raise ConfigError("ray_address: must be host:port or ray://host:port") from None
     except OSError:
         raise Unavailable("ray_address: nobody listens there") from None
+
+
+def _knock(address: str) -> None:
+    """Shows our token to Ray's client server. Ray itself would try a wrong one again for a minute."""
+    import grpc
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated import ray_client_pb2, ray_client_pb2_grpc
+
+    with init_grpc_channel(address) as channel:
+        request = ray_client_pb2.ClusterInfoRequest(type=ray_client_pb2.ClusterInfoType.PING)
+        try:
+            driver = ray_client_pb2_grpc.RayletDriverStub(channel)
+            driver.ClusterInfo(request, timeout=PROBE_TIMEOUT_S, wait_for_ready=True)
+        except grpc.RpcError as err:
+            log.debug("Ray's client server", exc_info=err)
+            code = err.code() if isinstance(err, grpc.Call) else None
+            if code is grpc.StatusCode.UNAUTHENTICATED:
+                raise ConfigError("ray_address: the cluster refused the token") from None
+            raise Unavailable("ray_address: no Ray client server answers there") from None
 
 
 def _leave(before: set[int]) -> None:

@@ -19,7 +19,7 @@ from pdserve.config import WorkerConfig
 from pdserve.fleet.actor import WorkerActor
 from pdserve.fleet.placement import actor_options, ensure_group, remove_group
 from pdserve.fleet.spec import FleetSpec
-from pdserve.fleet.store import load_wanted, running_workers, save_wanted
+from pdserve.fleet.store import forget_wanted, load_wanted, running_workers, save_wanted
 from pdserve.fleet.supervise import Command, SlotState, Start, Supervisor
 from pdserve.obs.logging import log_as
 from pdserve.types import Role
@@ -38,24 +38,32 @@ class FleetController:
     async def __init__(self, spec_json: str) -> None:  # type: ignore[misc]  # Ray awaits it
         self._spec = FleetSpec.from_json(spec_json)
         log_as(next(iter(self._spec.templates.values())), "controller")
-        wanted = await asyncio.to_thread(load_wanted) or self._spec.wanted
+        wanted = await asyncio.to_thread(load_wanted, self._spec.name) or self._spec.wanted
         self._supervisor = Supervisor(
-            wanted, min_backoff_s=self._spec.min_backoff_s, max_backoff_s=self._spec.max_backoff_s
+            wanted,
+            min_backoff_s=self._spec.min_backoff_s,
+            max_backoff_s=self._spec.max_backoff_s,
+            fleet=self._spec.name,
         )
         self._actors: dict[str, Any] = {}
+        self._placed: set[str] = set()
+        self._heard_at = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._version = 0
         self._closing = False
-        for worker_id, role, actor in await asyncio.to_thread(running_workers):
+        for worker_id, role, actor in await asyncio.to_thread(running_workers, self._spec.name):
             self._supervisor.adopt(worker_id, role, time.monotonic())
             self._spawn(self._watch(worker_id, actor))
         self._spawn(self._run())
+        if self._spec.owner_lease_s:
+            self._spawn(self._end_with_owner())
 
     # ---- what callers ask -------------------------------------------------------------------------
 
     async def status(self) -> str:
-        """JSON: wanted counts and every slot with its state, record, restarts and last error."""
+        """JSON: wanted counts and every slot with its state, record, restarts and last error; whether all is
+        as wanted (all_serving), and whether no wanted worker is missing (enough_serving)."""
         now = time.monotonic()
         slots = [
             {
@@ -65,13 +73,33 @@ class FleetController:
             }
             for slot in self._supervisor.slots.values()
         ]
-        ready = self._supervisor.all_serving()
-        return json.dumps({"wanted": self._supervisor.wanted, "workers": slots, "all_serving": ready})
+        return json.dumps(
+            {
+                "wanted": self._supervisor.wanted,
+                "workers": slots,
+                "restarts": self._supervisor.restarts,
+                "all_serving": self._supervisor.all_serving(),
+                "enough_serving": not self._closing and self._supervisor.enough_serving(),
+            }
+        )
 
-    async def wait_changed(self, timeout_s: float) -> str:
-        """The status after the next change, or after the time given."""
+    async def wait_changed(self, timeout_s: float, owner: bool = False) -> str:
+        """The status after the next change, or after the time given. owner: who started the fleet asks."""
+        if owner:
+            self._heard_at = time.monotonic()
         await self._change_after(self._version, timeout_s)
         return await self.status()
+
+    async def silent_s(self) -> float:
+        """Seconds since its owner's last word; negative for a fleet that outlives its owner."""
+        return time.monotonic() - self._heard_at if self._spec.owner_lease_s else -1.0
+
+    async def adopt(self, spec_json: str) -> bool:
+        """A new owner, who wants the same as the last one, takes over. False: it wants another, or we end."""
+        if self._closing or FleetSpec.from_json(spec_json) != self._spec:
+            return False
+        self._heard_at = time.monotonic()
+        return True
 
     async def scale(self, role: str, count: int) -> str:
         """Wants `count` workers of a role; returns the status."""
@@ -89,6 +117,16 @@ class FleetController:
         await self._wanted_changed()
         return command is not None
 
+    async def move(self, worker_id: str) -> bool:
+        """Drains and ends one worker, while another takes its part elsewhere; returns when it has ended.
+        False: no such worker, or it is ending already."""
+        command = self._supervisor.move(worker_id, time.monotonic())
+        if command is None:
+            return False
+        await self._notify()
+        await self._retire(worker_id)
+        return True
+
     async def settings(self, worker_id: str) -> str:
         """What the worker's process says about its own settings, as JSON."""
         return str(await self._actors[worker_id].settings.remote())
@@ -103,6 +141,17 @@ class FleetController:
         drained = await asyncio.gather(*(self._end(worker_id) for worker_id in slots))
         await asyncio.gather(*(asyncio.to_thread(remove_group, worker_id) for worker_id in slots))
         return all(drained)
+
+    async def _end_with_owner(self) -> None:
+        """Drains and ends the fleet, and this actor, once its owner has been silent for the whole lease."""
+        while not self._closing:
+            left = self._heard_at + self._spec.owner_lease_s - time.monotonic()
+            if left <= 0:
+                log.warning("the fleet's owner is gone: it drains and ends")
+                await self.shutdown(self._spec.drain_timeout_s)
+                await asyncio.to_thread(_end_myself, self._spec.name)
+                return
+            await asyncio.sleep(left)
 
     # ---- the loop ---------------------------------------------------------------------------------
 
@@ -162,11 +211,13 @@ class FleetController:
             log.info("worker %s ended: %s", worker_id, type(err).__name__)
         if self._actors.get(worker_id) is actor:
             del self._actors[worker_id]
+            self._placed.discard(worker_id)
         await asyncio.to_thread(_kill, actor)
         await self._ended(worker_id, _OVER if retired else error, retired=retired)
 
     async def _started(self, worker_id: str, actor: Any) -> dict[str, Any]:
         """The answer to `start`; meanwhile the worker's notes are kept. Raises TimeoutError."""
+        await self._wait_placed(worker_id, actor)
         answer = asyncio.ensure_future(_result(actor.start.remote()))
         deadline = time.monotonic() + self._spec.start_timeout_s
         while not answer.done() and time.monotonic() < deadline:
@@ -181,6 +232,14 @@ class FleetController:
         reply: dict[str, Any] = json.loads(answer.result())
         return reply
 
+    async def _wait_placed(self, worker_id: str, actor: Any) -> None:
+        """Returns when the worker's process runs. A node of its own may have to be made first."""
+        if self._spec.exclusive_nodes and self._supervisor.noted(worker_id, "waiting for a node"):
+            await self._notify()
+        limit = None if self._spec.exclusive_nodes else self._spec.start_timeout_s
+        await asyncio.wait_for(_result(actor.note.remote()), limit)
+        self._placed.add(worker_id)
+
     async def _retire(self, worker_id: str) -> None:
         await self._end(worker_id)
         await asyncio.to_thread(remove_group, worker_id)
@@ -189,6 +248,9 @@ class FleetController:
         """Drains, stops and kills one worker; its watch sees the end. True if all its work was done."""
         actor = self._actors.get(worker_id)
         if actor is None:
+            return True
+        if worker_id not in self._placed:  # it has no process yet, and no work
+            await asyncio.to_thread(_kill, actor)
             return True
         drained = False
         try:
@@ -205,7 +267,7 @@ class FleetController:
         await self._notify()
 
     async def _wanted_changed(self) -> None:
-        await asyncio.to_thread(save_wanted, self._supervisor.wanted)
+        await asyncio.to_thread(save_wanted, self._spec.name, self._supervisor.wanted)
         await self._notify()
 
     async def _notify(self) -> None:
@@ -226,7 +288,7 @@ async def _result(ref: Any) -> Any:
 def _create(config: WorkerConfig, spec: FleetSpec) -> Any:
     import ray
 
-    options = actor_options(config, ensure_group(config.worker_id, spec.resource_share, config.tp))
+    options = actor_options(config, ensure_group(config, spec))
     return ray.remote(WorkerActor).options(**options).remote(config.to_json(), spec.worker_host)
 
 
@@ -234,3 +296,10 @@ def _kill(actor: Any) -> None:
     import ray
 
     ray.kill(actor, no_restart=True)
+
+
+def _end_myself(fleet: str) -> None:
+    import ray
+
+    forget_wanted(fleet)
+    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)

@@ -9,14 +9,16 @@ from typing import Any
 
 from pdserve.errors import BY_LABEL, ConfigError, InternalError, PdserveError, Unavailable
 from pdserve.fleet.controller import FleetController
-from pdserve.fleet.placement import remove_group
-from pdserve.fleet.spec import CONTROLLER_NAME, FleetSpec
+from pdserve.fleet.placement import control_options, remove_group
+from pdserve.fleet.spec import FleetSpec, controller_name
 from pdserve.fleet.store import forget_wanted, running_workers
 from pdserve.types import Role
 
 Status = dict[str, Any]
 
 CALL_TIMEOUT_S = 30.0
+OWNER_GONE_S = 5.0
+"""An owner asks every second; one that was silent for so long has died, and another may take over."""
 MAX_FAILURES = 3
 """A worker that failed this often in a row without ever serving is given up by who waits for it."""
 _FINAL = {"model_error", "config_error", "incompatible", "unknown_model", "never_fits"}
@@ -26,38 +28,63 @@ _FINAL = {"model_error", "config_error", "incompatible", "unknown_model", "never
 class FleetHandle:
     """Speaks with the controller. Every method may raise Unavailable when the controller does not answer."""
 
-    def __init__(self, controller: Any) -> None:
+    def __init__(self, controller: Any, fleet: str = "", *, owner: bool = False) -> None:
+        """fleet: its name. owner: this is who started it, and who has to ask again and again."""
         self._controller = controller
+        self._fleet, self._owner = fleet, owner
         self._over = False
 
     @classmethod
     def start(cls, spec: FleetSpec) -> FleetHandle:
-        """Starts the controller, detached. Raises ConfigError if the cluster has a fleet already."""
+        """Starts the controller, detached. Where a fleet of that name is left by an owner who died, this one
+        takes it over if it is as wanted, and drains and replaces it if not.
+
+        Raises ConfigError if the cluster has a fleet of that name with a living owner, or with none.
+        """
         import ray
 
-        if _find() is not None:
-            raise ConfigError("ray_address: this cluster runs a pdserve fleet already; stop that one first")
+        found = _find(spec.name)
+        if found is not None and cls(found, spec.name)._inherit(spec):
+            return cls(found, spec.name, owner=True)
         controller = (
             ray.remote(FleetController)
             .options(
-                name=CONTROLLER_NAME,
+                name=controller_name(spec.name),
                 lifetime="detached",
-                num_cpus=0,
                 max_restarts=-1,
                 max_task_retries=-1,
                 max_concurrency=100,
+                **control_options(ray.cluster_resources()),
             )
             .remote(spec.to_json())
         )
-        return cls(controller)
+        return cls(controller, spec.name, owner=True)
 
     @classmethod
-    def find(cls) -> FleetHandle:
-        """The fleet of the joined cluster. Raises Unavailable if there is none."""
-        controller = _find()
+    def find(cls, fleet: str = "") -> FleetHandle:
+        """The fleet of that name in the joined cluster. Raises Unavailable if there is none."""
+        controller = _find(fleet)
         if controller is None:
-            raise Unavailable("this cluster runs no pdserve fleet")
-        return cls(controller)
+            raise Unavailable("this cluster runs no pdserve fleet" + (" of that name" if fleet else ""))
+        return cls(controller, fleet)
+
+    def _inherit(self, spec: FleetSpec) -> bool:
+        """Whether a dead owner's fleet is ours from now on; if not, it has ended. Raises ConfigError."""
+        silent = float(self._get(self._controller.silent_s.remote()))
+        if 0 <= silent < OWNER_GONE_S:
+            time.sleep(OWNER_GONE_S - silent)
+            silent = float(self._get(self._controller.silent_s.remote()))
+        if silent < OWNER_GONE_S:
+            raise ConfigError(
+                "fleet_name: this cluster runs a pdserve fleet of that name already; stop that one first"
+                if spec.name
+                else "ray_address: this cluster runs a pdserve fleet already; stop that one first, "
+                "or give this one a fleet_name"
+            )
+        if self._get(self._controller.adopt.remote(spec.to_json())):
+            return True
+        self.shutdown(spec.drain_timeout_s)
+        return False
 
     def status(self) -> Status:
         """Wanted counts, and each worker's state, record, restarts and last error."""
@@ -65,7 +92,8 @@ class FleetHandle:
 
     def next_status(self, timeout_s: float) -> Status:
         """The status after the next change, or after the time given."""
-        return _parsed(self._get(self._controller.wait_changed.remote(timeout_s), timeout_s + CALL_TIMEOUT_S))
+        asked = self._controller.wait_changed.remote(timeout_s, self._owner)
+        return _parsed(self._get(asked, timeout_s + CALL_TIMEOUT_S))
 
     def wait_serving(self, timeout_s: float, on_change: Callable[[Status], None] = lambda _: None) -> Status:
         """Returns when every wanted worker serves. Raises the error of a start that will not succeed."""
@@ -89,6 +117,11 @@ class FleetHandle:
         """Drains and ends one worker, and wants one fewer. False: no such worker. Returns at once."""
         return bool(self._get(self._controller.drain.remote(worker_id)))
 
+    def move(self, worker_id: str, timeout_s: float) -> bool:
+        """Drains and ends one worker while another takes its part elsewhere; returns when it has ended.
+        False: no such worker, or it is ending already."""
+        return bool(self._get(self._controller.move.remote(worker_id), timeout_s))
+
     def settings(self, worker_id: str) -> dict[str, Any]:
         """The settings in force in a worker's process."""
         return _parsed(self._get(self._controller.settings.remote(worker_id)))
@@ -109,12 +142,16 @@ class FleetHandle:
         self._over = True
         return drained
 
+    def abandon(self) -> None:
+        """There is nobody left to shut down: `shutdown` does nothing from now on."""
+        self._over = True
+
     def _end(self) -> None:
         import ray
 
-        forget_wanted()
+        forget_wanted(self._fleet)
         ray.kill(self._controller, no_restart=True)
-        for worker_id, _, actor in running_workers():
+        for worker_id, _, actor in running_workers(self._fleet):
             ray.kill(actor, no_restart=True)
             remove_group(worker_id)
 
@@ -123,17 +160,17 @@ class FleetHandle:
 
         try:
             return ray.get(ref, timeout=timeout_s)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ConnectionError):
             raise Unavailable("the fleet controller does not answer", retry_after_s=1.0) from None
         except ray.exceptions.RayTaskError as err:
             raise InternalError("the fleet controller could not do this") from err
 
 
-def _find() -> Any | None:
+def _find(fleet: str) -> Any | None:
     import ray
 
     try:
-        return ray.get_actor(CONTROLLER_NAME)
+        return ray.get_actor(controller_name(fleet))
     except ValueError:
         return None
 

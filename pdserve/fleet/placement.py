@@ -6,7 +6,15 @@ import math
 from typing import Any
 
 from pdserve.config import WorkerConfig
-from pdserve.fleet.spec import RESOURCE_SHARE, WORKER_RESOURCE, actor_name, group_name
+from pdserve.fleet.spec import (
+    CONTROL_RESOURCE,
+    RESOURCE_SHARE,
+    WORKER_RESOURCE,
+    FleetSpec,
+    actor_name,
+    group_name,
+    role_resource,
+)
 from pdserve.parallel.shards import thread_share
 
 CALLS_AT_ONCE = 16
@@ -25,22 +33,48 @@ def rank_share(share: float, num_ranks: int) -> float:
     return max(math.floor(share / num_ranks * 10_000) / 10_000, RESOURCE_SHARE)
 
 
-def ensure_group(worker_id: str, share: float, num_ranks: int = 1) -> Any:
+def ensure_group(config: WorkerConfig, spec: FleetSpec) -> Any:
     """The worker's placement group: the one it had, or a new one. Outlives its creator.
 
-    share: of the whole worker; each of its ranks has a bundle with a part of it, all on one node.
+    Each of the worker's ranks has a bundle with a part of its share, all on one node. On a node of its own
+    the worker takes all of the role's resource; a group that no node can hold waits for one.
     """
     import ray
 
     try:
-        return ray.util.get_placement_group(group_name(worker_id))
+        return ray.util.get_placement_group(group_name(config.worker_id))
     except ValueError:
+        if spec.exclusive_nodes:
+            one = {role_resource(config.role): rank_share(1.0, config.tp)}
+        else:
+            one = bundle(ray.cluster_resources(), rank_share(spec.resource_share, config.tp))
         return ray.util.placement_group(
-            [bundle(ray.cluster_resources(), rank_share(share, num_ranks))] * num_ranks,
+            [one] * config.tp,
             strategy="STRICT_PACK",
-            name=group_name(worker_id),
+            name=group_name(config.worker_id),
             lifetime="detached",
         )
+
+
+def workers_on(node_id: str) -> list[str]:
+    """Workers of any fleet that have their place on a node. node_id: in hex, as Ray tells it."""
+    import ray
+
+    prefix = group_name("")
+    return [
+        group["name"].removeprefix(prefix)
+        for group in ray.util.placement_group_table().values()
+        if group["name"].startswith(prefix)
+        and group["state"] == "CREATED"
+        and node_id in group["bundles_to_node_id"].values()
+    ]
+
+
+def control_options(cluster_resources: dict[str, float]) -> dict[str, Any]:
+    """Where a controller goes: to a node that is there for it, in a cluster that has one."""
+    if CONTROL_RESOURCE in cluster_resources:
+        return {"num_cpus": 0, "resources": {CONTROL_RESOURCE: RESOURCE_SHARE}}
+    return {"num_cpus": 0}
 
 
 def remove_group(worker_id: str) -> None:

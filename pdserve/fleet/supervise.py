@@ -63,11 +63,16 @@ class Slot:
 class Supervisor:
     """Holds the slots. Every method that may change what is to be done is followed by `due`."""
 
-    def __init__(self, wanted: Mapping[Role, int], *, min_backoff_s: float, max_backoff_s: float) -> None:
+    def __init__(
+        self, wanted: Mapping[Role, int], *, min_backoff_s: float, max_backoff_s: float, fleet: str = ""
+    ) -> None:
+        """fleet: its name, which workers are called after."""
+        self._prefix = f"{fleet}-" if fleet else ""
         self._min_backoff_s = min_backoff_s
         self._max_backoff_s = max_backoff_s
         self.wanted = {role: wanted.get(role, 0) for role in Role}
         self.slots: dict[str, Slot] = {}
+        self.restarts = dict.fromkeys(Role, 0)
 
     def scale(self, role: Role, count: int) -> None:
         """Wants `count` workers of a role from now on."""
@@ -127,13 +132,13 @@ class Supervisor:
             del self.slots[worker_id]
             return
         if retired:
-            slot.restarts += 1
+            self._restarted(slot)
             slot.record, slot.error, slot.start_at = None, error, now
             self._enter(slot, SlotState.WAITING, now)
             return
         healthy = slot.state is SlotState.SERVING and now - slot.since >= HEALTHY_AFTER_S
         slot.failures = 1 if healthy else slot.failures + 1
-        slot.restarts += 1
+        self._restarted(slot)
         slot.record, slot.error = None, error
         slot.start_at = now + self._backoff(slot.failures)
         self._enter(slot, SlotState.WAITING, now)
@@ -144,7 +149,19 @@ class Supervisor:
         if slot is None or slot.state is SlotState.RETIRING:
             return None
         self.wanted[slot.role] = max(0, self.wanted[slot.role] - 1)
+        return self.move(worker_id, now)
+
+    def move(self, worker_id: str, now: float) -> Retire | None:
+        """Wants this worker gone from where it is; `due` starts another one. None: as for drain."""
+        slot = self.slots.get(worker_id)
+        if slot is None or slot.state is SlotState.RETIRING:
+            return None
         return next((command for command in self._retire([slot], now)), None)
+
+    def enough_serving(self) -> bool:
+        """As many workers of each role serve as are wanted, whatever is on its way in or out."""
+        serving = [slot.role for slot in self.slots.values() if slot.state is SlotState.SERVING]
+        return all(serving.count(role) >= count for role, count in self.wanted.items())
 
     def all_serving(self) -> bool:
         """Every wanted worker serves, and none is on its way in or out."""
@@ -168,11 +185,15 @@ class Supervisor:
         used = {_index(slot.worker_id) for slot in self._of(role)}
         free = (index for index in range(len(used) + max(count, 0)) if index not in used)
         for _ in range(count):
-            worker_id = f"{role}-{next(free)}"
+            worker_id = f"{self._prefix}{role}-{next(free)}"
             self.slots[worker_id] = Slot(worker_id=worker_id, role=role, since=now, start_at=now)
 
     def _enter(self, slot: Slot, state: SlotState, now: float) -> None:
         slot.state, slot.since, slot.note = state, now, ""
+
+    def _restarted(self, slot: Slot) -> None:
+        slot.restarts += 1
+        self.restarts[slot.role] += 1
 
     def _backoff(self, failures: int) -> float:
         return min(self._max_backoff_s, self._min_backoff_s * 2.0 ** min(failures - 1, 30))

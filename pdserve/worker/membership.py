@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import grpc.aio
 
+from pdserve.config.addresses import DNS
 from pdserve.rpc import convert
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.convert import Heartbeat, JoinEvent, Leave, Register
@@ -28,6 +31,26 @@ LAST_RETRY_S = 0.25
 """A router that is back has to serve within two seconds (reliability.md), and knows nobody by then."""
 
 
+RESOLVE_S = 2.0
+"""How often a router's name is asked for; a new router is met that much later."""
+
+
+async def addresses_of(name: str) -> frozenset[str]:
+    """host:port of every address behind host:port; none when the name can not be asked, or has none."""
+    host, _, port = name.rpartition(":")
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM
+        )
+    except OSError:
+        log.info("a router's name has no address now")
+        return frozenset()
+    return frozenset(
+        f"[{address[0]}]:{port}" if family is socket.AF_INET6 else f"{address[0]}:{port}"
+        for family, _, _, _, address in found
+    )
+
+
 class Membership:
     """Keeps this worker registered with every router. Control thread only."""
 
@@ -45,20 +68,48 @@ class Membership:
         self._record = record
         self._load = load
         self._leaving = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self.joined: set[str] = set()
+        self._dialled: set[str] = set()
+        self._behind: dict[str, frozenset[str]] = {}
         self._samples: dict[str, ClockSample] = {}
 
     def start(self) -> None:
         """Dials all routers, now and whenever a stream breaks."""
-        self._tasks = [asyncio.create_task(self._keep(address)) for address in self._routers]
+        for entry in self._routers:
+            if entry.startswith(DNS):
+                self._spawn(self._follow(entry.removeprefix(DNS)))
+            else:
+                self._behind[entry] = frozenset({entry})
+                self._dial(entry)
+
+    def _dial(self, address: str) -> None:
+        self._dialled.add(address)
+        self._spawn(self._keep(address))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _wanted(self, address: str) -> bool:
+        return not self._leaving.is_set() and any(address in found for found in self._behind.values())
+
+    async def _follow(self, name: str) -> None:
+        """Dials every address behind a name. One that the name has no more is left when its stream ends."""
+        while not self._leaving.is_set():
+            self._behind[name] = await addresses_of(name) or self._behind.get(name, frozenset())
+            for address in sorted(self._behind[name] - self._dialled):
+                self._dial(address)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leaving.wait(), RESOLVE_S)
 
     async def stop(self) -> None:
         """Says goodbye and closes the streams."""
         self._leaving.set()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=1.0)
-        for task in self._tasks:
+        for task in tuple(self._tasks):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
@@ -67,7 +118,7 @@ class Membership:
         delay = FIRST_RETRY_S
         channels = Renewing(self._tls, lambda: open_channel(address, tls=self._tls), close_soon)
         try:
-            while not self._leaving.is_set():
+            while self._wanted(address):
                 try:
                     stub = authenticated(
                         cluster_pb2_grpc.ClusterServiceStub(channels.current()), self._secret
@@ -82,6 +133,7 @@ class Membership:
                     await asyncio.wait_for(self._leaving.wait(), delay)
                 delay = min(LAST_RETRY_S, 2 * delay)
         finally:
+            self._dialled.discard(address)
             await asyncio.gather(*(channel.close(None) for channel in channels.all()))
 
     def _on_answer(self, address: str, answer: convert.JoinAnswer, now: float) -> None:

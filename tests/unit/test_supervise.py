@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.fleet.spec import controller_name, fleet_and_role
 from pdserve.fleet.supervise import HEALTHY_AFTER_S, Retire, SlotState, Start, Supervisor
 from pdserve.types import Role
 
@@ -90,6 +91,43 @@ def test_adopted_workers_count_and_are_not_started_again() -> None:
     assert fleet.due(0.0) == [Start(worker_id="decode-0", role=Role.DECODE)]
     fleet.serving("prefill-0", {"pid": 7}, 0.0)
     assert fleet.slots["prefill-0"].state is SlotState.SERVING
+
+
+def test_a_moved_worker_is_replaced_under_another_name_at_once() -> None:
+    fleet = make(0, 1)
+    for command in fleet.due(0.0):
+        fleet.serving(command.worker_id, {}, 0.0)
+    assert fleet.enough_serving()
+    assert fleet.move("decode-0", 1.0) == Retire(worker_id="decode-0")
+    assert fleet.move("decode-0", 1.0) is None
+    assert fleet.due(1.0) == [Start(worker_id="decode-1", role=Role.DECODE)]
+    assert not fleet.enough_serving()
+    fleet.serving("decode-1", {}, 2.0)
+    assert fleet.enough_serving()
+    assert not fleet.all_serving()
+    fleet.ended("decode-0", None, 3.0)
+    assert fleet.all_serving()
+    assert fleet.restarts[Role.DECODE] == 0
+
+
+def test_restarts_are_counted_by_role_for_good() -> None:
+    fleet = make(1, 1)
+    fleet.due(0.0)
+    fleet.ended("decode-0", LOST, 1.0)
+    fleet.scale(Role.DECODE, 0)
+    fleet.due(1.0)
+    assert fleet.slots.keys() == {"prefill-0"}
+    assert (fleet.restarts[Role.DECODE], fleet.restarts[Role.PREFILL]) == (1, 0)
+
+
+@given(
+    st.from_regex(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", fullmatch=True) | st.just(""), st.sampled_from(Role)
+)
+def test_workers_tell_their_fleet_and_role(name: str, role: Role) -> None:
+    fleet = Supervisor({role: 1}, min_backoff_s=1.0, max_backoff_s=30.0, fleet=name)
+    (start,) = fleet.due(0.0)
+    assert fleet_and_role(start.worker_id) == (name, role)
+    assert len({controller_name(name), controller_name(f"{name}x")}) == 2
 
 
 EVENTS = st.one_of(
