@@ -13,6 +13,7 @@ from typing import Protocol
 
 from pdserve import failpoints
 from pdserve.clock import Clock
+from pdserve.obs.logging import fields
 from pdserve.types import Key, PeerRef
 from router import events as ev
 from router.admission import AdmissionQueue, QueueLimits, Shed, Waiting
@@ -191,10 +192,10 @@ class Dispatcher:
             )
             choice = choose(candidates, self.inflight, ask, self._policy)
             if isinstance(choice, NoChoice):
-                log.debug("request %s waits: %s", entry.request_id, choice.reason)
+                log.debug("a request waits: %s", choice.reason, extra=fields(request_id=entry.request_id))
                 self.why = choice.reason
                 return
             self._queue.take(entry.request_id, now)
             del self._waiting[entry.request_id]
-            log.debug("request %s goes %s", entry.request_id, choice.reason)
+            log.debug("a request goes %s", choice.reason, extra=fields(request_id=entry.request_id))
             request.apply(ev.Assigned(decode=choice.decode, prefill=choice.prefill))

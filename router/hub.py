@@ -23,7 +23,7 @@ from pdserve.api import (
     WorkerStatus,
 )
 from pdserve.clock import Clock
-from pdserve.errors import Draining, PdserveError, Unavailable, UnknownModel, UnknownRequest
+from pdserve.errors import Draining, InternalError, PdserveError, Unavailable, UnknownModel, UnknownRequest
 from pdserve.messages import Outcome
 from pdserve.obs.catalogue import router as names
 from pdserve.obs.metrics import Readings
@@ -130,6 +130,9 @@ class Hub:
                         yield await job.beside(prompt_info(job, source, self.evaluator))
         except PdserveError as error:
             outcome, failed = error.label, error
+            raise
+        except Exception:
+            outcome = InternalError.label
             raise
         finally:
             self.metrics.outcome(outcome)

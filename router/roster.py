@@ -15,6 +15,7 @@ from typing import Any
 from pdserve.clock import Clock
 from pdserve.config.addresses import is_loopback
 from pdserve.errors import PdserveError
+from pdserve.obs.logging import fields
 from pdserve.rpc.convert import Heartbeat, JoinAnswer, Register
 from pdserve.tls import TlsSource
 from pdserve.types import ClockOffset, PeerRef, Role, WorkerRecord
@@ -64,7 +65,9 @@ class Roster:
         if joined.problem is not None:
             return self._answer(joined.problem)
         peer = event.record.peer
-        log.info("worker %s joined as %s", peer.worker_id, event.record.role)
+        log.info(
+            "a worker joined", extra=fields(worker=peer.worker_id, role=event.record.role, at=peer.control)
+        )
         self._streams[peer.incarnation] = stream
         self.links.open(event.record)
         if joined.replaced is not None:
@@ -112,7 +115,7 @@ class Roster:
             self._lost(record)
 
     def _lost(self, record: WorkerRecord) -> None:
-        log.warning("worker %s is gone", record.peer.worker_id)
+        log.warning("a worker is gone", extra=fields(worker=record.peer.worker_id, role=record.role))
         incarnation = record.peer.incarnation
         self._streams.pop(incarnation, None)
         self.on_lost(incarnation)

@@ -21,7 +21,7 @@ from pdserve.fleet.placement import actor_options, ensure_group, remove_group
 from pdserve.fleet.spec import FleetSpec
 from pdserve.fleet.store import forget_wanted, load_wanted, running_workers, save_wanted
 from pdserve.fleet.supervise import Command, SlotState, Start, Supervisor
-from pdserve.obs.logging import log_as
+from pdserve.obs.logging import fields, log_as
 from pdserve.types import Role
 
 log = logging.getLogger("pdserve.fleet")
@@ -182,7 +182,9 @@ class FleetController:
         try:
             actor = await asyncio.to_thread(_create, config, self._spec)
         except Exception as err:  # Ray raises many kinds; each means "not now"
-            log.warning("worker %s can not be placed: %s", command.worker_id, type(err).__name__)
+            log.warning(
+                "a worker can not be placed: %s", type(err).__name__, extra=fields(worker=command.worker_id)
+            )
             await self._ended(command.worker_id, {"label": "unavailable", "message": "Ray can not place it"})
             return
         slot = self._supervisor.slots.get(command.worker_id)
@@ -203,12 +205,12 @@ class FleetController:
                 await self._notify()
                 reason = await _result(actor.lifetime.remote())
                 retired = True
-                log.warning("worker %s ended its incarnation: %s", worker_id, reason)
+                log.warning("an incarnation is over: %s", reason, extra=fields(worker=worker_id))
             error = reply.get("error", _LOST)
         except TimeoutError:
             error = _LATE
         except Exception as err:  # the process is gone: Ray says so with several kinds
-            log.info("worker %s ended: %s", worker_id, type(err).__name__)
+            log.info("a worker ended: %s", type(err).__name__, extra=fields(worker=worker_id))
         if self._actors.get(worker_id) is actor:
             del self._actors[worker_id]
             self._placed.discard(worker_id)
@@ -258,7 +260,9 @@ class FleetController:
             drained = await asyncio.wait_for(_result(actor.drain.remote(patience)), patience + 5.0)
             await asyncio.wait_for(_result(actor.stop.remote()), 5.0)
         except Exception as err:  # dead already, or stuck: it is killed either way
-            log.warning("worker %s did not stop by itself: %s", worker_id, type(err).__name__)
+            log.warning(
+                "a worker did not stop by itself: %s", type(err).__name__, extra=fields(worker=worker_id)
+            )
         await asyncio.to_thread(_kill, actor)
         return bool(drained)
 

@@ -48,12 +48,12 @@ class OtlpSpans:
         self._processor = BatchSpanProcessor(exporter, schedule_delay_millis=DELAY_S * 1000)
 
     def add(self, span: FinishedSpan) -> None:
-        """Queues a span of a sampled trace; others are left out. Never blocks."""
+        """See Spans."""
         if span.context.sampled:
             self._processor.on_end(self._readable(span))
 
     def close(self) -> None:
-        """Sends what waits, for a few seconds at most. Blocks. Safe to call twice."""
+        """See Spans."""
         self._processor.shutdown()  # type: ignore[no-untyped-call]
 
     def _readable(self, span: FinishedSpan) -> ReadableSpan:

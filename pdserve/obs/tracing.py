@@ -13,16 +13,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from pdserve import clock
 from pdserve.config.telemetry import TelemetrySettings
 from pdserve.errors import ConfigError
 from pdserve.obs.tracecontext import TraceContext
 from pdserve.types import Span
-
-if TYPE_CHECKING:
-    from pdserve.obs.otlp import OtlpSpans
 
 Value = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, Value]
@@ -65,6 +62,18 @@ class FinishedSpan:
     error: str = ""
 
 
+class Spans(Protocol):
+    """Where finished spans go."""
+
+    def add(self, span: FinishedSpan) -> None:
+        """Takes a span of a sampled trace; leaves others out. Never blocks; from any thread."""
+        ...
+
+    def close(self) -> None:
+        """Sends what waits, for a few seconds at most. Blocks. Safe to call twice."""
+        ...
+
+
 class WallClock:
     """Turns stamps of this process's monotonic clock into seconds since 1970, as they are now."""
 
@@ -76,7 +85,7 @@ class WallClock:
         return self._offset_s + monotonic_s
 
 
-def spans_of(settings: TelemetrySettings, service: str, instance: str, **about: str) -> OtlpSpans | None:
+def spans_of(settings: TelemetrySettings, service: str, instance: str, **about: str) -> Spans | None:
     """Where this process's spans go; None where tracing is off. service, instance, about: attributes of the
     process in all of them. Raises ConfigError if the endpoint can not be, or the extra otel is missing."""
     endpoint = settings.otlp_endpoint

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pdserve import clock
 from pdserve.messages import Ended, Outcome, Prefilled, PrefillRequest, Refused, Reserve
 from pdserve.obs.logging import fields
 from pdserve.obs.tracecontext import TraceContext, parent_of
-from pdserve.obs.tracing import Attributes, FinishedSpan, Kind, Value, WallClock, ledger_event
+from pdserve.obs.tracing import Attributes, FinishedSpan, Kind, Spans, Value, WallClock, ledger_event
 from pdserve.types import Ledger, Phase, Span
-
-if TYPE_CHECKING:
-    from pdserve.obs.otlp import OtlpSpans
 
 log = logging.getLogger("pdserve.worker")
 
@@ -42,7 +39,7 @@ class CallContext(Protocol):
 class Works:
     """One worker's recorder. Control thread only."""
 
-    def __init__(self, worker_id: str = "", spans: OtlpSpans | None = None) -> None:
+    def __init__(self, worker_id: str = "", spans: Spans | None = None) -> None:
         """spans: None where tracing is off; calls' metadata is not even looked at then."""
         self.worker_id, self.spans = worker_id, spans
 

@@ -77,7 +77,8 @@ class FakeWorker(
     prefill_pb2_grpc.PrefillServiceServicer,
     cluster_pb2_grpc.WorkerServiceServicer,
 ):
-    """A worker of any role. What it was told is in `reserves`, `prefills` and, in order, in `seen`.
+    """A worker of any role. What it was told is in `reserves`, `prefills` and, in order, in `seen`; what came
+    beside them in `metadata`.
 
     pause_at: before this completion index the stream waits for `gate`. The scripts take over.
     """
@@ -87,6 +88,7 @@ class FakeWorker(
         self.incarnation = secrets.randbits(63) | 1
         self.reserves: list[Reserve] = []
         self.prefills: list[PrefillRequest] = []
+        self.metadata: list[dict[str, str]] = []
         self.seen: asyncio.Queue[tuple[str, Key]] = asyncio.Queue()
         self.pause_at: int | None = None
         self.gate = asyncio.Event()
@@ -223,6 +225,7 @@ class FakeWorker(
         call = convert.reserve_from_pb(request)
         assert call.receiver_incarnation == self.incarnation
         self.reserves.append(call)
+        self.metadata.append(dict(context.invocation_metadata()))
         self._live.setdefault(call.key, _Live())
         self.seen.put_nowait(("reserve", call.key))
         try:
@@ -259,6 +262,7 @@ class FakeWorker(
         call = convert.prefill_from_pb(request)
         assert call.receiver_incarnation == self.incarnation
         self.prefills.append(call)
+        self.metadata.append(dict(context.invocation_metadata()))
         self.seen.put_nowait(("prefill", call.key))
         return convert.prefill_result_to_pb(await self.prefill_script(call))
 
