@@ -29,7 +29,7 @@ from pdserve.rpc.convert import evaluate_to_pb, evaluated_from_pb
 from pdserve.rpc.status import error_from_rpc
 from pdserve.types import Key, PeerRef
 from router.admission import Shed
-from router.calls import LOST_MESSAGE
+from router.calls import LOST_MESSAGE, Metadata
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.policy import choose_evaluator
@@ -45,7 +45,8 @@ _ELSEWHERE = (Unavailable, Overloaded, StalePeer, Cancelled)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
     """Tokens to evaluate for somebody. deadline_at: by the router's clock. cache_salt: see
-    `pdserve.messages.Reserve`. near: an incarnation that has computed what it begins with, if one has."""
+    `pdserve.messages.Reserve`. near: an incarnation that has computed what it begins with, if one has. trace:
+    goes with the call, so that it stays one trace."""
 
     token_ids: tuple[int, ...]
     params: EvaluateParams
@@ -55,6 +56,7 @@ class Text:
     priority: int = 0
     use_prefix_cache: bool = True
     near: int | None = None
+    trace: Metadata = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,8 @@ class Evaluator:
             try:
                 # The caller's own limit ends the call; the worker's is a little later.
                 left_s = max(0.0, text.deadline_at - self._clock.now()) + 1.0
-                answer = await link.evaluate.Evaluate(evaluate_to_pb(message), timeout=left_s)
+                request = evaluate_to_pb(message)
+                answer = await link.evaluate.Evaluate(request, timeout=left_s, metadata=text.trace)
                 return await asyncio.to_thread(evaluated_from_pb, answer)
             except grpc.RpcError as error:
                 found = error_from_rpc(error)

@@ -44,7 +44,7 @@ from router.job import Job, Watched
 from router.metrics import RouterMetrics
 from router.model import ServedModel
 from router.prompt import prompt_info
-from router.record import Record, Recorder
+from router.record import GenerateRecord, Recorder
 from router.request import Services, Shared
 from router.roster import Roster
 from router.tickets import TicketMint
@@ -78,7 +78,7 @@ class Hub:
             metrics=self.metrics,
             clock=clock,
         )
-        self._recorder = Recorder(config, self.router_id)
+        self.recorder = Recorder(config, self.router_id)
         self._jobs: dict[str, Job] = {}
         self._watched = Watched(runs={}, explained=Explained())
         self.evaluator = Evaluator(config, self.roster, self._services.dispatcher, clock)
@@ -114,7 +114,7 @@ class Hub:
         outcome: str = "cancelled"  # unless it ends otherwise before the client goes away
         failed: PdserveError | None = None
         job: Job | None = None
-        record = self._recorder.begin(source, self._clock.now())
+        record = self.recorder.begin(source, self._clock.now())
         try:
             job = await self._prepare(source, time_left_s, caller, record)
             self._enter(job)
@@ -137,11 +137,10 @@ class Hub:
         finally:
             self.metrics.outcome(outcome)
             found = None if job is None else self._exit(job, failed)
-            name = "" if self.roster.model is None else self.roster.model.name
-            record.ended(outcome, caller.tenant, found, model=name, now=self._clock.now())
+            record.ended(outcome, caller.tenant, found, model=self.model_name, now=self._clock.now())
 
     async def _prepare(
-        self, source: GenerateInput, time_left_s: float | None, caller: Caller, record: Record
+        self, source: GenerateInput, time_left_s: float | None, caller: Caller, record: GenerateRecord
     ) -> Job:
         if wait_s := failpoints.stall_s("tokenise"):
             await asyncio.sleep(wait_s)
@@ -161,7 +160,7 @@ class Hub:
             arrival=self._arrivals,
             started_at=record.began_at,
             deadline_at=record.began_at + limit_s,
-            trace=() if record.trace is None else record.trace.headers(),
+            trace=record.headers,
         )
         request = replace(request, trace_id=record.trace_id)
         return Job(self._services, model, request, shared, self._watched)
@@ -169,6 +168,11 @@ class Hub:
     def _check_open(self) -> None:
         if self.draining:
             raise Draining(_SHUT_DOWN.message, retry_after_s=1.0)
+
+    @property
+    def model_name(self) -> str:
+        """Of the model that is served; empty before a worker has registered."""
+        return "" if self.roster.model is None else self.roster.model.name
 
     def _model(self) -> ServedModel:
         if self.roster.model is None:
@@ -338,7 +342,7 @@ class Hub:
             job.abort(_SHUT_DOWN)
         await self._tasks.cancel_all()
         await self.roster.close()
-        await asyncio.to_thread(self._recorder.close)
+        await asyncio.to_thread(self.recorder.close)
 
 
 def _answer(job: Job) -> AsyncIterator[StreamEvent]:

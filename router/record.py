@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from pdserve.api import Chunk, Explanation, GenerateInput, StreamEvent
@@ -15,7 +16,7 @@ from pdserve.config.telemetry import TelemetrySettings
 from pdserve.obs.logging import MAX_VALUE_CHARS, fields
 from pdserve.obs.tracecontext import PARENT, TraceContext, new_trace
 from pdserve.obs.tracing import FinishedSpan, Kind, Value, WallClock, ledger_event, spans_of
-from pdserve.types import FinishReason, Ledger
+from pdserve.types import FinishReason, Ledger, Span, Usage
 
 log = logging.getLogger("pdserve.router")
 
@@ -27,6 +28,9 @@ _ASKED = (
 _MAX_INT = 2**63
 _FINISHED = frozenset(map(str, FinishReason))
 
+Spans = Sequence[Span]
+"""Of a ledger."""
+
 
 class Recorder:
     """One router's. Owned by the event loop."""
@@ -37,12 +41,16 @@ class Recorder:
         self._ratio = settings.trace_sample_ratio
         self.spans = spans_of(settings, SERVICE, router_id, **{"pdserve.router.id": router_id})
 
-    def begin(self, source: GenerateInput, began_at: float) -> Record:
+    def begin(self, source: GenerateInput, began_at: float) -> GenerateRecord:
         """A request came, as asked and not looked at yet. began_at: by the monotonic clock."""
-        return Record(self, source, began_at, self._context(source.trace_id))
+        return GenerateRecord(self, source, began_at)
 
-    def _context(self, trace_id: str) -> tuple[TraceContext | None, str]:
-        """The request's span, and its parent's id. Without spans of ours its workers' are the caller's."""
+    def begin_texts(self, operation: str, model: str, began_at: float) -> TextsRecord:
+        """The same for one that is no generation. operation: what it is called. model: asked for."""
+        return TextsRecord(self, operation, model, began_at)
+
+    def context(self, trace_id: str) -> tuple[TraceContext | None, str]:
+        """A request's span, and its parent's id. Without spans of ours its workers' are the caller's."""
         parent = PARENT.get()
         if self.spans is None:
             return parent, ""
@@ -56,25 +64,68 @@ class Recorder:
             self.spans.close()
 
 
-class Record:
+class _Record:
     """One request. trace: what its calls to workers carry, None without a trace."""
 
     def __init__(
-        self,
-        recorder: Recorder,
-        source: GenerateInput,
-        began_at: float,
-        trace: tuple[TraceContext | None, str],
+        self, recorder: Recorder, operation: str, model: str, began_at: float, trace_id: str = ""
     ) -> None:
-        self._recorder, self._source, self.began_at = recorder, source, began_at
-        self.trace, self._parent_id = trace
-        self._texts: list[str] = []
-        self._num_chars = 0
+        self._recorder, self._operation, self._asked_model = recorder, operation, model
+        self._asked_id, self.began_at = trace_id, began_at
+        self.trace, self._parent_id = recorder.context(trace_id)
 
     @property
     def trace_id(self) -> str:
         """32 hex digits, or what the caller gave in its place, or empty."""
-        return self.trace.trace_id if self.trace is not None else self._source.trace_id
+        return self.trace.trace_id if self.trace is not None else self._asked_id
+
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of calls to workers, so that it stays one trace."""
+        return () if self.trace is None else self.trace.headers()
+
+    def _line(self, message: str, outcome: str, tenant: str, now: float, told: dict[str, object]) -> None:
+        head = {"trace_id": self.trace_id, "tenant": tenant, "outcome": outcome}
+        log.info(message, extra=fields(**head, **told, seconds=round(now - self.began_at, 6)))
+
+    def _span(
+        self, outcome: str, tenant: str, model: str, now: float, told: dict[str, Value], stretches: Spans
+    ) -> None:
+        """model: that is served. told: attributes of its kind of request."""
+        trace, spans = self.trace, self._recorder.spans
+        if spans is None or trace is None or not trace.sampled:
+            return
+        asked = self._asked_model or model
+        failed = "" if outcome in _FINISHED else outcome
+        begin = (wall := WallClock()).at(self.began_at)
+        attributes: dict[str, Value] = {
+            "gen_ai.operation.name": self._operation,
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": asked,
+            "pdserve.tenant": tenant,
+            "pdserve.outcome": outcome,
+            **({"error.type": failed} if failed else {"gen_ai.response.model": model}),
+            **told,
+        }
+        spans.add(
+            FinishedSpan(
+                name=f"{self._operation} {asked}".rstrip(), kind=Kind.SERVER, context=trace,
+                parent_id=self._parent_id, remote_parent=True, begin_s=begin, end_s=wall.at(now),
+                attributes=attributes, events=tuple(ledger_event(span, begin) for span in stretches),
+                error=failed,
+            )
+        )  # fmt: skip
+
+
+class GenerateRecord(_Record):
+    """A generation."""
+
+    def __init__(self, recorder: Recorder, source: GenerateInput, began_at: float) -> None:
+        operation = "text_completion" if source.messages is None else "chat"
+        super().__init__(recorder, operation, source.model, began_at, source.trace_id)
+        self._source = source
+        self._texts: list[str] = []
+        self._num_chars = 0
 
     def saw(self, event: StreamEvent) -> None:
         """An event on its way to the client. Nothing is kept of it unless prompts are logged."""
@@ -85,23 +136,16 @@ class Record:
     def ended(self, outcome: str, tenant: str, found: Explanation | None, *, model: str, now: float) -> None:
         """The request is over. found: None if it was refused before it had an id. model: that is served. now:
         as began_at."""
-        self._line(outcome, tenant, found, now)
-        if self._recorder.spans is not None and self.trace is not None and self.trace.sampled:
-            attributes = self._attributes(outcome, tenant, found, model)
-            self._recorder.spans.add(self._span(self.trace, attributes, outcome, found, now))
+        message = "request ended" if found is not None else "request refused"
+        if log.isEnabledFor(logging.INFO):
+            self._line(message, outcome, tenant, now, self._fields(found))
+        if self._recorder.spans is not None:
+            told = _asked(self._source) | ({} if found is None else _answered(found, outcome))
+            stretches = () if found is None else found.ledger.spans
+            self._span(outcome, tenant, model, now, told, stretches)
 
-    # -- the line ----------------------------------------------------------------------------------------
-
-    def _line(self, outcome: str, tenant: str, found: Explanation | None, now: float) -> None:
-        if not log.isEnabledFor(logging.INFO):
-            return
-        told: dict[str, object] = {
-            "trace_id": self.trace_id,
-            "client_request_id": self._source.client_request_id,
-            "tenant": tenant,
-            "outcome": outcome,
-            "seconds": round(now - self.began_at, 6),
-        }
+    def _fields(self, found: Explanation | None) -> dict[str, object]:
+        told: dict[str, object] = {"client_request_id": self._source.client_request_id}
         if found is not None:
             ttft = found.ledger.ttft_s
             told |= {
@@ -116,63 +160,30 @@ class Record:
             }
         if self._recorder.log_prompts:
             told |= {"prompt": _prompt(self._source), "completion": "".join(self._texts)}
-        log.info("request ended" if found is not None else "request refused", extra=fields(**told))
+        return told
 
-    # -- the span ----------------------------------------------------------------------------------------
 
-    def _attributes(
-        self, outcome: str, tenant: str, found: Explanation | None, model: str
-    ) -> dict[str, Value]:
-        source = self._source
-        attributes: dict[str, Value] = {
-            "gen_ai.operation.name": self._operation,
-            "gen_ai.provider.name": PROVIDER,
-            "gen_ai.request.model": source.model or model,
-            "gen_ai.output.type": "text" if source.sampling.grammar is None else "json",
-            "pdserve.tenant": tenant,
-            "pdserve.outcome": outcome,
-            **_asked(source),
-        }
-        if source.client_request_id:
-            attributes["pdserve.client_request_id"] = source.client_request_id
-        if outcome not in _FINISHED:
-            attributes["error.type"] = outcome
-        if found is not None:
-            attributes |= {"gen_ai.response.model": model, **_answered(found, outcome)}
-        return attributes
+class TextsRecord(_Record):
+    """Texts that are only run through the model."""
 
-    @property
-    def _operation(self) -> str:
-        return "text_completion" if self._source.messages is None else "chat"
-
-    def _span(
-        self,
-        context: TraceContext,
-        attributes: dict[str, Value],
-        outcome: str,
-        found: Explanation | None,
-        now: float,
-    ) -> FinishedSpan:
-        wall = WallClock()
-        begin = wall.at(self.began_at)
-        stretches = () if found is None else found.ledger.spans
-        return FinishedSpan(
-            name=f"{self._operation} {attributes['gen_ai.request.model']}".rstrip(),
-            kind=Kind.SERVER,
-            context=context,
-            parent_id=self._parent_id,
-            remote_parent=True,
-            begin_s=begin,
-            end_s=wall.at(now),
-            attributes=attributes,
-            events=tuple(ledger_event(span, begin) for span in stretches),
-            error="" if outcome in _FINISHED else outcome,
-        )
+    def ended(self, outcome: str, tenant: str, usage: Usage | None, *, model: str, now: float) -> None:
+        """As GenerateRecord's. usage: None unless it ended well."""
+        told: dict[str, Value] = {}
+        if usage is not None:
+            told["gen_ai.usage.input_tokens"] = usage.prompt_tokens
+            told["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
+        if log.isEnabledFor(logging.INFO):
+            tokens = 0 if usage is None else usage.prompt_tokens
+            self._line(f"{self._operation} ended", outcome, tenant, now, {"prompt_tokens": tokens})
+        self._span(outcome, tenant, model, now, told, ())
 
 
 def _asked(source: GenerateInput) -> dict[str, Value]:
     """What the client asked for; defaults are not told."""
-    found: dict[str, Value] = {}
+    kind = "text" if source.sampling.grammar is None else "json"
+    found: dict[str, Value] = {"gen_ai.output.type": kind}
+    if source.client_request_id:
+        found["pdserve.client_request_id"] = source.client_request_id
     if source.n > 1:
         found["gen_ai.request.choice.count"] = source.n
     for name in _ASKED:

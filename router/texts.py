@@ -23,13 +23,15 @@ from pdserve.api import (
     Tokenized,
     TokenizeInput,
 )
-from pdserve.errors import Cancelled, InvalidRequest, PdserveError, PromptTooLong
+from pdserve.errors import Cancelled, InternalError, InvalidRequest, PdserveError, PromptTooLong
 from pdserve.messages import EvaluateParams
 from pdserve.types import FinishReason, TokenLogprob, Usage
 from router.caller import ANONYMOUS, Caller
+from router.calls import Metadata
 from router.evaluate import Text, Told
 from router.hub import Hub
 from router.model import ServedModel
+from router.record import TextsRecord
 from router.validate import Target, check_deadline, check_fields, check_figures, check_vocabulary
 
 T = TypeVar("T", Embeddings, Scores)
@@ -69,11 +71,14 @@ async def embed(
 
     Raises InvalidRequest, PromptTooLong, UnknownModel, Unavailable, Overloaded or DeadlineExpired.
     """
-    return await _request(hub, _embed(hub, source, time_left_s, caller))
+    record = hub.recorder.begin_texts("embeddings", source.model, hub.now())
+    return await _request(hub, caller, record, _embed(hub, source, time_left_s, caller, record.headers))
 
 
-async def _embed(hub: Hub, source: EmbedInput, time_left_s: float | None, caller: Caller) -> Embeddings:
-    asker = _asker(hub, source.model, source.deadline_s, time_left_s, caller)
+async def _embed(
+    hub: Hub, source: EmbedInput, time_left_s: float | None, caller: Caller, trace: Metadata
+) -> Embeddings:
+    asker = replace(_asker(hub, source.model, source.deadline_s, time_left_s, caller), trace=trace)
     _check_count("inputs", source.inputs)
     texts = [await asker.ids(each, "inputs") for each in source.inputs]
     params = EvaluateParams(pooling=source.pooling)
@@ -88,11 +93,14 @@ async def score(
     hub: Hub, source: ScoreInput, time_left_s: float | None = None, caller: Caller = ANONYMOUS
 ) -> Scores:
     """Log-probabilities of each continuation's tokens behind the prompt. As `embed`."""
-    return await _request(hub, _score(hub, source, time_left_s, caller))
+    record = hub.recorder.begin_texts("score", source.model, hub.now())
+    return await _request(hub, caller, record, _score(hub, source, time_left_s, caller, record.headers))
 
 
-async def _score(hub: Hub, source: ScoreInput, time_left_s: float | None, caller: Caller) -> Scores:
-    asker = _asker(hub, source.model, source.deadline_s, time_left_s, caller)
+async def _score(
+    hub: Hub, source: ScoreInput, time_left_s: float | None, caller: Caller, trace: Metadata
+) -> Scores:
+    asker = replace(_asker(hub, source.model, source.deadline_s, time_left_s, caller), trace=trace)
     _check_count("continuations", source.continuations)
     prompt = await asker.ids(source.prompt, "prompt")
     rest = [await asker.ids(each, "continuations", alone=False) for each in source.continuations]
@@ -111,13 +119,14 @@ async def _score(hub: Hub, source: ScoreInput, time_left_s: float | None, caller
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asker:
-    """Who asks, of which model, until when."""
+    """Who asks, of which model, until when. trace: goes with calls to workers."""
 
     hub: Hub
     model: ServedModel
     deadline_at: float
     tenant: str
     near: int | None = None
+    trace: Metadata = ()
 
     async def ids(self, value: TextOrTokens, name: str, *, alone: bool = True) -> tuple[int, ...]:
         """Checked token ids. alone: nothing is put before a text but what the model wants there."""
@@ -141,6 +150,7 @@ class _Asker:
             tenant=self.tenant,
             deadline_at=self.deadline_at,
             near=self.near,
+            trace=self.trace,
         )
         return await self.hub.evaluator.run(text)
 
@@ -171,21 +181,26 @@ def _usage(texts: Sequence[Sequence[int]], told: Sequence[Told]) -> Usage:
     )
 
 
-async def _request(hub: Hub, work: Coroutine[Any, Any, T]) -> T:
-    """One request: counted by how it ends, waited for when the router shuts down."""
-    outcome = Cancelled.label
+async def _request(hub: Hub, caller: Caller, record: TextsRecord, work: Coroutine[Any, Any, T]) -> T:
+    """One request: counted and told of by how it ends, waited for when the router shuts down."""
+    outcome: str = Cancelled.label
+    usage: Usage | None = None
     try:
         with hub.guest():
             result = await work
         hub.metrics.prompt(result.usage)
-        outcome = FinishReason.STOP
+        outcome, usage = FinishReason.STOP, result.usage
         return result
     except PdserveError as error:
         outcome = error.label
         raise
+    except Exception:
+        outcome = InternalError.label
+        raise
     finally:
         work.close()
         hub.metrics.outcome(outcome)
+        record.ended(outcome, caller.tenant, usage, model=hub.model_name, now=hub.now())
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, Told]]) -> list[Told]:

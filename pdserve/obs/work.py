@@ -14,13 +14,13 @@ from pdserve import clock
 from pdserve.messages import Ended, Outcome, Prefilled, PrefillRequest, Refused, Reserve
 from pdserve.obs.logging import fields
 from pdserve.obs.tracecontext import TraceContext, parent_of
-from pdserve.obs.tracing import Attributes, FinishedSpan, Kind, Spans, Value, WallClock, ledger_event
+from pdserve.obs.tracing import Attributes, Event, FinishedSpan, Kind, Spans, Value, WallClock, ledger_event
 from pdserve.types import Ledger, Phase, Span
 
 log = logging.getLogger("pdserve.worker")
 
-PREFILL, TRANSFER, DECODE = "prefill", "transfer", "decode"
-"""Names of the spans: the prompt is computed; its pages come over; tokens are made."""
+PREFILL, TRANSFER, DECODE, EVALUATE = "prefill", "transfer", "decode", "evaluate"
+"""Names of the spans: the prompt is computed; its pages come over; tokens are made; a text is looked at."""
 BROKEN = "cancelled"
 """How a call ended whose caller went away."""
 _PREFILL_PHASES = frozenset({Phase.PREFILL_QUEUE, Phase.COMPUTE})
@@ -45,8 +45,42 @@ class Works:
 
     def began(self, call: PrefillRequest | Reserve, context: CallContext) -> Work:
         """A call came in."""
+        return Work(self, call, self._parent(context))
+
+    def evaluated(self, context: CallContext, came_at: float, num_tokens: int, error: str) -> None:
+        """A text was run through the model, or was not. came_at: when the call came, by the monotonic clock.
+        error: a label, "" for none."""
+        now = clock.monotonic()
+        parent = self._parent(context)
+        told = fields(
+            trace_id="" if parent is None else parent.trace_id, outcome=error or "ok", tokens=num_tokens,
+            seconds=round(now - came_at, 6),
+        )  # fmt: skip
+        log.info("evaluate ended", extra=told)
+        if parent is not None:
+            wall, attributes = WallClock(), {"pdserve.tokens": num_tokens}
+            times = (wall.at(came_at), wall.at(now))
+            self.add(parent, EVALUATE, Kind.SERVER, times, error, attributes, ())
+
+    def _parent(self, context: CallContext) -> TraceContext | None:
+        """The router's span; None where no spans are to be made."""
         parent = None if self.spans is None else parent_of(context.invocation_metadata() or ())
-        return Work(self, call, parent if parent is not None and parent.sampled else None)
+        return parent if parent is not None and parent.sampled else None
+
+    def add(
+        self, parent: TraceContext, name: str, kind: Kind, times: tuple[float, float], error: str,
+        attributes: Attributes, events: tuple[Event, ...],
+    ) -> None:  # fmt: skip
+        """Sends a span. times: since 1970."""
+        assert self.spans is not None
+        failed = {"error.type": error} if error else {}
+        self.spans.add(
+            FinishedSpan(
+                name=name, kind=kind, context=parent.child(), parent_id=parent.span_id, remote_parent=True,
+                begin_s=times[0], end_s=times[1], attributes={**attributes, **failed}, events=events,
+                error=error,
+            )
+        )  # fmt: skip
 
     def close(self) -> None:
         """Sends what waits to be sent. Blocks for a few seconds at most; any thread."""
@@ -164,25 +198,18 @@ class Work:
         more: Attributes,
     ) -> None:  # fmt: skip
         """times: begin and end by our monotonic clock."""
-        parent, works, call = self._parent, self._works, self._call
-        assert parent is not None
-        assert works.spans is not None
-        wall = WallClock()
+        call, wall = self._call, WallClock()
         attributes: dict[str, Value] = {
             "pdserve.request_id": call.key.request_id,
             "pdserve.epoch": call.key.epoch,
             **({"pdserve.peer": self._peer} if self._peer else {}),
             **more,
-            **({"error.type": error} if error else {}),
         }
         events = sorted((ledger_event(s, wall.at(0.0)) for s in stretches), key=lambda event: event.at_s)
-        works.spans.add(
-            FinishedSpan(
-                name=name, kind=kind, context=parent.child(), parent_id=parent.span_id, remote_parent=True,
-                begin_s=wall.at(times[0]), end_s=wall.at(times[1]), attributes=attributes,
-                events=tuple(events), error=error,
-            )
-        )  # fmt: skip
+        assert self._parent is not None
+        self._works.add(
+            self._parent, name, kind, (wall.at(times[0]), wall.at(times[1])), error, attributes, tuple(events)
+        )
 
 
 def _refusal(result: object) -> str:

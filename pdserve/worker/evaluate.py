@@ -32,6 +32,7 @@ from pdserve.errors import (
 from pdserve.kvcache.allocator import Holder, HolderKind
 from pdserve.kvcache.manager import PageManager
 from pdserve.messages import Evaluate, Evaluated, Report
+from pdserve.obs.work import BROKEN
 from pdserve.rpc import convert
 from pdserve.rpc.server import RpcServer
 from pdserve.rpc.v1 import evaluate_pb2, evaluate_pb2_grpc
@@ -52,6 +53,7 @@ from pdserve.sched.plan import (
 from pdserve.sched.scheduler import StepScheduler
 from pdserve.types import Key, Pooling, SamplingParams, TokenLogprob
 
+Call = Evaluate
 PREFIX = "E:"
 SERVICE = "pdserve.rpc.v1.EvaluateService"
 MAX_LIVE = 256
@@ -253,7 +255,18 @@ class EvaluateDriver(evaluate_pb2_grpc.EvaluateServiceServicer):
         self, request: evaluate_pb2.EvaluateRequest, context: Context
     ) -> evaluate_pb2.EvaluateResponse:
         """Router → here. A broken call is a cancel. Raises what `EvaluateRole.refusal` says."""
-        call = convert.evaluate_from_pb(request)
+        call, came_at, error = convert.evaluate_from_pb(request), self._port.loop.time(), BROKEN
+        try:
+            answer = await self._run(call)
+            error = ""
+            return answer
+        except PdserveError as failed:
+            error = failed.label
+            raise
+        finally:
+            self._port.parts.works.evaluated(context, came_at, len(call.token_ids), error)
+
+    async def _run(self, call: Call) -> evaluate_pb2.EvaluateResponse:
         refusal = self.role.refusal(call)
         if refusal is not None:
             raise refusal

@@ -186,6 +186,21 @@ def test_without_a_parent_the_router_begins_the_trace(traced: Traced) -> None:
     assert found["text_completion"].span.parent_span_id == b""
 
 
+def test_texts_that_are_only_looked_at_are_traced(traced: Traced) -> None:
+    trace_id, client_span, traceparent = parent(11)
+    with Client(traced.stack.address, retry=None, metadata={"traceparent": traceparent}) as client:
+        client.embed([SECRET_WORDS])
+        client.score(SECRET_WORDS, [" well"])
+    spans = traced.collector.trace(trace_id, 4)
+    routers = {s.span.span_id: s for s in spans if s.service == "pdserve-router"}
+    assert {s.name for s in routers.values()} == {"embeddings model", "score model"}
+    assert {s.span.parent_span_id.hex() for s in routers.values()} == {client_span}
+    workers = [s for s in spans if s.name == "evaluate"]
+    assert {s.span.parent_span_id for s in workers} == routers.keys()
+    tokens = {s.attributes["pdserve.tokens"] for s in workers}
+    assert tokens == {s.attributes["gen_ai.usage.input_tokens"] for s in routers.values()}
+
+
 def test_a_refused_request_is_a_span_with_its_error(traced: Traced) -> None:
     trace_id, _, traceparent = parent(8)
     with pytest.raises(InvalidRequest):
@@ -206,7 +221,9 @@ def test_log_lines_of_all_processes_join_by_request_and_trace(traced: Traced) ->
         assert line["level"] == "INFO"
         if process != "router":
             assert (line["service"], line["worker"], line["role"]) == ("worker", process, message)
-    (line,) = [line for line in traced.lines("router") if line.get("request_id") == result.request_id]
+    mine = [line for line in traced.lines("router") if line.get("request_id") == result.request_id]
+    assert "dispatch" in mine[0]["logger"], "DEBUG also says where it goes"
+    line = mine[-1]
     assert (line["outcome"], line["completion_tokens"]) == ("length", 6)
     assert (line["prefill_worker"], line["decode_worker"]) == ("prefill-0", "decode-0")
 
