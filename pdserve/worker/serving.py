@@ -134,7 +134,7 @@ class Serving:
     def load(self) -> WorkerLoad:
         """What the heartbeat says."""
         pages, scheduler = self._engine.parts.pages, self._engine.parts.scheduler
-        counts = pages.counts()
+        counts, evictable = pages.counts(), pages.num_evictable
         now = self._driver.loop.time()
         self._look_at_experts(now)
         stuck = self._core.busy and now - self._driver.last_step_at > STUCK_AFTER_S
@@ -143,10 +143,10 @@ class Serving:
         return WorkerLoad(
             num_pages=pages.num_pages,
             free_pages=counts[PageState.FREE],
-            evictable_pages=pages.num_evictable,
+            evictable_pages=evictable,
             reserved_pages=counts[PageState.RESERVED],
             filling_pages=counts[PageState.FILLING],
-            sealed_pages=counts[PageState.SEALED],
+            sealed_pages=counts[PageState.SEALED] - evictable,  # a page counts in one state only
             retiring_pages=counts[PageState.RETIRING],
             quarantined_pages=counts[PageState.QUARANTINED],
             num_running=scheduler.num_running,

@@ -121,14 +121,10 @@ _TOKENS = (
     Panel(
         title="Prompt tokens not computed",
         unit=Unit.RATIO,
-        description="Share of the prompt tokens that were found in a prefix cache.",
+        description="Share of the prompt tokens that some worker's prefix cache had.",
         queries=(
             query(
-                share(
-                    'pdserve_prompt_tokens_total{source=~"hit_prefill|hit_decode"}',
-                    'pdserve_prompt_tokens_total{source=~"computed|hit_prefill|hit_decode"}',
-                ),
-                "hits",
+                share('pdserve_tokens_total{kind="cached"}', 'pdserve_tokens_total{kind="prompt"}'), "hits"
             ),
         ),
     ),
