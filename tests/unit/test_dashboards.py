@@ -55,6 +55,15 @@ def test_every_query_is_promql_and_so_is_its_form_for_one_fleet(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("asked", QUERIES, ids=lambda asked: asked.expr)
+def test_a_legend_names_labels_that_the_query_keeps(asked: Query) -> None:
+    """Aggregation keeps those of `by`, arithmetic between vectors those of `on`."""
+    named = set(re.findall(r"{{(\w+)}}", asked.legend))
+    for kept in re.findall(r"\bby \(([^)]*)\)|[-+*/] on \(([^)]*)\)", asked.expr):
+        if asked.expr.startswith(("sum", "max", "avg", "count", "histogram")):
+            assert named <= set(re.split(r",\s*", kept[0] or kept[1]))
+
+
 def test_no_query_makes_up_data() -> None:
     assert [asked.expr for asked in QUERIES if re.search(r"vector\(|absent", asked.expr)] == []
 

@@ -21,7 +21,9 @@ _SPEED = (
         title="Tokens made",
         unit=Unit.TOKENS_PER_SECOND,
         description="Tokens that each worker makes per second.",
-        queries=(query(rate(f"pdserve_worker_generated_tokens_total{_D}", "instance"), "{{instance}}"),),
+        queries=(
+            query(rate(f"pdserve_worker_generated_tokens_total{_D}", "worker, instance"), "{{worker}}"),
+        ),
         kind=Kind.STACKED,
     ),
     Panel(
@@ -41,21 +43,21 @@ _SPEED = (
         title="Sequences of a step",
         unit=Unit.COUNT,
         description="Mean number of sequences that share a step. More: more tokens per second, longer steps.",
-        queries=(query(mean("pdserve_worker_step_sequences", "instance", _D), "{{instance}}"),),
+        queries=(query(mean("pdserve_worker_step_sequences", "worker, instance", _D), "{{worker}}"),),
     ),
     Panel(
         title="Rows of a step",
         unit=Unit.COUNT,
         description="Mean number of tokens that a step computes. Above the sequences: prompts are computed "
         "on this worker too.",
-        queries=(query(mean("pdserve_worker_step_rows", "instance", _D), "{{instance}}"),),
+        queries=(query(mean("pdserve_worker_step_rows", "worker, instance", _D), "{{worker}}"),),
     ),
     Panel(
         title="Busy",
         unit=Unit.RATIO,
         description="Share of the time in which each worker executes a step. Near 1 is normal: a step "
         "takes as many sequences as there are.",
-        queries=(query(rate(f"pdserve_worker_step_seconds_sum{_D}", "instance"), "{{instance}}"),),
+        queries=(query(rate(f"pdserve_worker_step_seconds_sum{_D}", "worker, instance"), "{{worker}}"),),
     ),
 )
 
@@ -64,14 +66,14 @@ _LOAD = (
         title="Running requests",
         unit=Unit.COUNT,
         description="Requests that each worker makes tokens for.",
-        queries=(query(f"pdserve_worker_running_requests{_D}", "{{instance}}"),),
+        queries=(query(f"pdserve_worker_running_requests{_D}", "{{worker}}"),),
         kind=Kind.STACKED,
     ),
     Panel(
         title="Waiting requests",
         unit=Unit.COUNT,
         description="Requests on each worker that wait for their pages or for room in a step.",
-        queries=(query(f"pdserve_worker_waiting_requests{_D}", "{{instance}}"),),
+        queries=(query(f"pdserve_worker_waiting_requests{_D}", "{{worker}}"),),
     ),
     Panel(
         title="Wait for the first step",
@@ -84,7 +86,7 @@ _LOAD = (
         unit=Unit.PER_SECOND,
         description="Requests whose pages were taken back for older ones: they are computed again. Steady "
         "numbers mean that decode lacks memory.",
-        queries=(query(rate(f"pdserve_worker_preemptions_total{_D}", "instance"), "{{instance}}"),),
+        queries=(query(rate(f"pdserve_worker_preemptions_total{_D}", "worker, instance"), "{{worker}}"),),
     ),
     Panel(
         title="Refusals",
@@ -96,7 +98,7 @@ _LOAD = (
         title="KV memory in use",
         unit=Unit.RATIO,
         description="Share of each worker's KV pages that are neither free nor evictable.",
-        queries=(query(f"pdserve_worker_kv_utilization_ratio{_D}", "{{instance}}"),),
+        queries=(query(f"pdserve_worker_kv_utilization_ratio{_D}", "{{worker}}"),),
     ),
 )
 

@@ -52,7 +52,7 @@ _PAGES = (
         unit=Unit.RATIO,
         description="Share of each worker's pages that are neither free nor evictable. Near 1, requests wait "
         "or are preempted.",
-        queries=(query("pdserve_worker_kv_utilization_ratio", "{{role}} {{instance}}"),),
+        queries=(query("pdserve_worker_kv_utilization_ratio", "{{role}} {{worker}}"),),
     ),
     Panel(
         title="Old pages",
@@ -60,8 +60,8 @@ _PAGES = (
         description="Pages in the same use for over a minute, by worker and use. Normal for long answers.",
         queries=(
             query(
-                'sum by (role, instance, state) (pdserve_worker_used_pages{age="older"})',
-                "{{role}} {{instance}} {{state}}",
+                'sum by (role, worker, instance, state) (pdserve_worker_used_pages{age="older"})',
+                "{{role}} {{worker}} {{state}}",
             ),
         ),
     ),
@@ -82,9 +82,9 @@ _PAGES = (
         description="All KV pages of a worker: their number times the bytes of one.",
         queries=(
             query(
-                "sum by (role, instance) (pdserve_worker_pages) "
-                "* on (role, instance) pdserve_worker_page_bytes",
-                "{{role}} {{instance}}",
+                "sum by (role, worker, instance) (pdserve_worker_pages) "
+                "* on (role, worker, instance) pdserve_worker_page_bytes",
+                "{{role}} {{worker}}",
             ),
         ),
         kind=Kind.STAT,

@@ -18,13 +18,13 @@ _BACKLOG = (
         title="Waiting prompts",
         unit=Unit.COUNT,
         description="Requests that wait on each prefill worker for their first chunk.",
-        queries=(query(f"pdserve_worker_waiting_requests{_P}", "{{instance}}"),),
+        queries=(query(f"pdserve_worker_waiting_requests{_P}", "{{worker}}"),),
     ),
     Panel(
         title="Waiting prompt tokens",
         unit=Unit.TOKENS,
         description="Tokens of the prompts that wait on each prefill worker.",
-        queries=(query(f"pdserve_worker_waiting_tokens{_P}", "{{instance}}"),),
+        queries=(query(f"pdserve_worker_waiting_tokens{_P}", "{{worker}}"),),
     ),
     Panel(
         title="Wait for a step",
@@ -42,7 +42,7 @@ _BACKLOG = (
         title="Prompts in hand",
         unit=Unit.COUNT,
         description="Requests that each prefill worker computes.",
-        queries=(query(f"pdserve_worker_running_requests{_P}", "{{instance}}"),),
+        queries=(query(f"pdserve_worker_running_requests{_P}", "{{worker}}"),),
     ),
 )
 
@@ -53,8 +53,10 @@ _SPEED = (
         description="Prompt tokens that each prefill worker computes per second.",
         queries=(
             query(
-                rate('pdserve_worker_prompt_tokens_total{role="prefill",source="computed"}', "instance"),
-                "{{instance}}",
+                rate(
+                    'pdserve_worker_prompt_tokens_total{role="prefill",source="computed"}', "worker, instance"
+                ),
+                "{{worker}}",
             ),
         ),
     ),
@@ -68,9 +70,9 @@ _SPEED = (
                 share(
                     'pdserve_worker_prompt_tokens_total{role="prefill",source="computed"}',
                     f"pdserve_worker_step_seconds_sum{_P}",
-                    "instance",
+                    "worker, instance",
                 ),
-                "{{instance}}",
+                "{{worker}}",
             ),
         ),
     ),
@@ -79,7 +81,7 @@ _SPEED = (
         unit=Unit.RATIO,
         description="Share of the time in which each prefill worker executes a step. Near 1: more workers "
         "would help.",
-        queries=(query(rate(f"pdserve_worker_step_seconds_sum{_P}", "instance"), "{{instance}}"),),
+        queries=(query(rate(f"pdserve_worker_step_seconds_sum{_P}", "worker, instance"), "{{worker}}"),),
     ),
     Panel(
         title="Prompt tokens found in the cache",
@@ -90,9 +92,9 @@ _SPEED = (
                 share(
                     'pdserve_worker_prompt_tokens_total{role="prefill",source="prefix_hit"}',
                     'pdserve_worker_prompt_tokens_total{role="prefill",source=~"computed|prefix_hit"}',
-                    "instance",
+                    "worker, instance",
                 ),
-                "{{instance}}",
+                "{{worker}}",
             ),
         ),
     ),
@@ -100,7 +102,7 @@ _SPEED = (
         title="Rows of a step",
         unit=Unit.COUNT,
         description="Mean number of tokens that a prefill step computes.",
-        queries=(query(mean("pdserve_worker_step_rows", "instance", _P), "{{instance}}"),),
+        queries=(query(mean("pdserve_worker_step_rows", "worker, instance", _P), "{{worker}}"),),
     ),
     Panel(
         title="Step time",

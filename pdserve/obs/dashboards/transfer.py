@@ -95,14 +95,14 @@ _MEMORY = (
         title="Leases",
         unit=Unit.COUNT,
         description="Requests that hold pages under a lease on each worker. Zero when nothing runs.",
-        queries=(query("sum by (role, instance) (pdserve_worker_leases)", "{{role}} {{instance}}"),),
+        queries=(query("sum by (role, worker, instance) (pdserve_worker_leases)", "{{role}} {{worker}}"),),
     ),
     Panel(
         title="Credits",
         unit=Unit.COUNT,
         description="Pages that may be announced on each worker and are not acknowledged yet. Steady at its "
         "most: the wire does not keep up.",
-        queries=(query("sum by (role, instance) (pdserve_worker_credits)", "{{role}} {{instance}}"),),
+        queries=(query("sum by (role, worker, instance) (pdserve_worker_credits)", "{{role}} {{worker}}"),),
     ),
 )
 

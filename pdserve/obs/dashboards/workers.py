@@ -40,13 +40,13 @@ _FLEET = (
         title="Ready",
         unit=Unit.COUNT,
         description="1 for each worker that takes requests, by its own word.",
-        queries=(query("pdserve_worker_ready", "{{role}} {{instance}}"),),
+        queries=(query("pdserve_worker_ready", "{{role}} {{worker}}"),),
     ),
     Panel(
         title="Draining",
         unit=Unit.COUNT,
         description="1 for each worker that finishes what it has and takes nothing new.",
-        queries=(query("pdserve_worker_draining", "{{role}} {{instance}}"),),
+        queries=(query("pdserve_worker_draining", "{{role}} {{worker}}"),),
     ),
 )
 
@@ -104,8 +104,8 @@ _PROCESSES = (
     Panel(
         title="Events on workers",
         unit=Unit.PER_SECOND,
-        description="Everything else that workers count, by event (docs/metrics.md). Almost all of them are "
-        "zero on a healthy fleet.",
+        description="Everything else that workers count, by event (docs/metrics.md). Good reads are normal; "
+        "almost all others are zero on a healthy fleet.",
         queries=(query(rate("pdserve_worker_events_total", "event"), "{{event}}"),),
     ),
 )  # fmt: skip
