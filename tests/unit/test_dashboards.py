@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanasDashboard
 
 from pdserve.obs.catalogue.router import OUTCOMES
 from pdserve.obs.dashboards import DASHBOARDS, Dashboard, Panel, Query
@@ -95,6 +101,34 @@ def test_a_window_takes_the_place_of_grafanas() -> None:
 def test_every_outcome_belongs_to_one_group() -> None:
     named = [outcome for values in OUTCOME_GROUPS.values() for outcome in values.split("|")]
     assert sorted(named) == sorted(OUTCOMES)
+
+
+@pytest.mark.parametrize("board", DASHBOARDS, ids=lambda board: board.uid)
+def test_grafanas_own_model_knows_every_field_we_write(board: Dashboard) -> None:
+    register_default_plugins()
+    written = json.loads(json.dumps(document(board)))
+    read = json.loads(json.dumps(GrafanasDashboard.from_json(written), cls=JSONEncoder))
+    assert list(_lost(written, read)) == []
+
+
+def test_a_field_that_grafana_does_not_know_is_noticed() -> None:
+    register_default_plugins()
+    written = json.loads(json.dumps(document(DASHBOARDS[0])))
+    written["panels"][0]["fieldConfig"]["defaults"]["unitt"] = "s"
+    read = json.loads(json.dumps(GrafanasDashboard.from_json(written), cls=JSONEncoder))
+    assert list(_lost(written, read)) == [".panels.0.fieldConfig.defaults.unitt"]
+
+
+def _lost(written: Any, read: Any, where: str = "") -> Iterator[str]:
+    """Where what was read is not what was written; fields with defaults may have come in addition."""
+    if isinstance(written, dict) and isinstance(read, dict):
+        for key, value in written.items():
+            yield from _lost(value, read.get(key), f"{where}.{key}")
+    elif isinstance(written, list) and isinstance(read, list) and len(written) == len(read):
+        for index, (value, other) in enumerate(zip(written, read, strict=True)):
+            yield from _lost(value, other, f"{where}.{index}")
+    elif written != read:
+        yield where
 
 
 @pytest.mark.parametrize("board", DASHBOARDS, ids=lambda board: board.uid)

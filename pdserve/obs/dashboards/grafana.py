@@ -155,7 +155,6 @@ def _options(panel: Panel) -> dict[str, Any]:
             "calculate": False,
             "yAxis": {"unit": panel.unit},
             "color": {"mode": "scheme", "scheme": "Blues"},
-            "tooltip": {"mode": "single"},
         }
     return {
         "legend": {"displayMode": "table", "placement": "bottom", "calcs": ["lastNotNull", "max"]},
