@@ -17,8 +17,8 @@ from pdserve.config import ServeConfig
 from pdserve.types import Role
 from router.config import RouterConfig
 from tests.support.certs import Certs
-from tests.support.chart import EVERYTHING, EXAMPLES, render
-from tests.support.manifests import Manifest, only, pods
+from tests.support.chart import EVERYTHING, EXAMPLES, render, template
+from tests.support.manifests import Manifest, load, only, pods, problem
 
 FAST = ("engine.precision=fast", "tls.mode=none")
 RENDERS = [*((example, ()) for example in EXAMPLES), ("", EVERYTHING), ("", FAST)]
@@ -162,11 +162,43 @@ def test_a_ray_pod_drains_by_a_command_that_exists(
 
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(pdserve.cli.drain, "run", lambda *values: asked.append(values) or 0)
-    for name, template in pods(render(example, *settings)):
+    for name, pod in pods(render(example, *settings)):
         if name.endswith(("/prefill", "/decode")):
-            (container,) = template["spec"]["containers"]
+            (container,) = pod["spec"]["containers"]
             monkeypatch.setattr(sys, "argv", container["lifecycle"]["preStop"]["exec"]["command"])
             with pytest.raises(SystemExit) as ended:
                 main()
             assert ended.value.code in (0, None)
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("example", "settings", "secret"),
+    [
+        ("", (), "demo-pdserve-client"),
+        ("secure-multi-tenant", ("auth.testKeySecret=a-key",), "demo-pdserve-node"),
+        ("cpu-demo", (), ""),
+    ],
+)
+def test_helm_test_asks_as_a_client_does(
+    example: str, settings: tuple[str, ...], secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pdserve.cli.generate
+
+    done = template(example, *settings, part="tests/generate")
+    (manifest,) = load(done.stdout)
+    assert problem(manifest) == ""
+    assert manifest["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    (container,) = manifest["spec"]["containers"]
+    asked: list[Any] = []
+    monkeypatch.setattr(pdserve.cli.generate, "run_one", lambda *values, **_: asked.append(values) or 0)
+    monkeypatch.setattr(sys, "argv", [*container["command"], *container["args"]])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code in (0, None)
+    ((prompt, router, options),) = asked
+    assert (prompt, options) == ("The capital of France is", {"max_tokens": 8})
+    assert "demo-pdserve-router:50051" in repr(router)
+    assert ("/etc/pdserve/tls/tls.crt" in repr(router)) is bool(secret)
+    secrets = [v["secret"]["secretName"] for v in manifest["spec"]["volumes"] if "secret" in v]
+    assert secrets == ([secret] if secret else [])

@@ -19,6 +19,8 @@ VARIANTS = [
     ("tls.mode=secret", "tls.secretName=mine", "ray.autoscaling=false", "networkPolicy.enabled=false"),
     ("model.hubTokenSecret=hub", "networkPolicy.modelDownloads=true", "imagePullSecrets={a,b}"),
     ("otlpEndpoint=http://otel:4317", "networkPolicy.otlp[0].podSelector.matchLabels.app=otel"),
+    ("ingress.enabled=true", "ingress.host=a.example.com", "ingress.className=nginx"),
+    ("inferencePool.enabled=true", "inferencePool.endpointPicker.name=picker", "tls.mode=none"),
     ("prefill.gpus=2", "prefill.runtimeClassName=nvidia", "decode.priorityClassName=high"),
 ]
 

@@ -26,11 +26,17 @@ def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def template(example: str = "", *settings: str, release: str = RELEASE) -> subprocess.CompletedProcess[str]:
-    """`helm template` of an example's values (empty: the defaults) and these `--set` settings on top."""
+def template(
+    example: str = "", *settings: str, release: str = RELEASE, part: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """`helm template` of an example's values (empty: the defaults) and these `--set` settings on top.
+
+    part: the one template to render; else all but what `helm test` runs.
+    """
     values = ["--values", CHART / "examples" / f"{example}.yaml"] if example else []
     sets = [part for setting in settings for part in ("--set", setting)]
-    return helm("template", release, CHART, "--namespace", NAMESPACE, *values, *sets)
+    which = ["--show-only", f"templates/{part}.yaml"] if part else ["--skip-tests"]
+    return helm("template", release, CHART, "--namespace", NAMESPACE, *values, *sets, *which)
 
 
 @cache

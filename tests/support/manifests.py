@@ -101,6 +101,8 @@ def pods(manifests: Iterable[Manifest]) -> Iterator[tuple[str, Manifest]]:
         name = name_of(manifest)
         if manifest["kind"] in ("Deployment", "StatefulSet", "DaemonSet", "Job"):
             yield name, manifest["spec"]["template"]
+        elif manifest["kind"] == "Pod":
+            yield name, manifest
         elif manifest["kind"] == "RayCluster":
             yield f"{name}/head", manifest["spec"]["headGroupSpec"]["template"]
             for group in manifest["spec"]["workerGroupSpecs"]:
