@@ -57,3 +57,11 @@ def transferred(entry: Entry, outcome: str) -> list[Effect]:
         out.append(Measure(metric=metrics.TRANSFER, value=seconds, labels=(way,)))
         out.append(Measure(metric=metrics.VERIFY, value=pages.verify_s))
     return out
+
+
+def read_again(entry: Entry, index: int) -> list[Effect]:
+    """A page is read; it may have been before, and it failed or arrived changed."""
+    page = entry.session.pages.get(index)
+    if page is None or page.reads <= 1:
+        return []
+    return [Measure(metric=metrics.RESENT_PAGES)]

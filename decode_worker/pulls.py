@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from decode_worker.entry import Entry
+from decode_worker.measures import read_again
 from kvtransfer.effects import CancelRead, Count, Effect, Relay, StartRead
 from kvtransfer.session.decode_events import ReadEnded, WrongPage
 from kvtransfer.session.guard import RoleContext
@@ -76,7 +77,7 @@ class Pulls:
         parts = range(len(spread.origin.parts))
         first, *others = (self._start(entry, announce, part, peer, pages, relay, now) for part in parts)
         blank = tuple(page for page in new if not spread.covers(lacking[page]))
-        return [replace(first, blank=blank) if blank else first, *others]
+        return [replace(first, blank=blank) if blank else first, *others, *read_again(entry, announce.index)]
 
     def _start(
         self, entry: Entry, announce: Announce, part: int, peer: PeerRef, pages: tuple[int, ...],

@@ -21,6 +21,8 @@ from kvtransfer.port import WorkerPort
 from pdserve import failpoints
 from pdserve.errors import StalePeer
 from pdserve.messages import Ended, Outcome, Refused, Reserved, Token
+from pdserve.obs.catalogue import worker as metrics
+from pdserve.obs.work import Work
 from pdserve.rpc import convert
 from pdserve.rpc.server import RpcServer
 from pdserve.rpc.v1 import decode_pb2, decode_pb2_grpc
@@ -66,7 +68,7 @@ class DecodeDriver(decode_pb2_grpc.DecodeServiceServicer):
         work = self._port.parts.works.began(call, context)
         held = await grammar_held(self._port.parts.grammars, call)
         if isinstance(held, Refused):
-            work.decoded(held)
+            self._ended(work, held)
             yield convert.decode_event_to_pb(held)
             return
         queue: asyncio.Queue[Event] = asyncio.Queue()
@@ -87,7 +89,13 @@ class DecodeDriver(decode_pb2_grpc.DecodeServiceServicer):
         finally:
             if self._forget(call.key, queue) and not over:
                 self._ask(lambda now: self.role.cancel(call.key, now))
-            work.decoded(event if isinstance(event, Refused | Ended) else None)
+            self._ended(work, event if isinstance(event, Refused | Ended) else None)
+
+    def _ended(self, work: Work, result: Ended | Refused | None) -> None:
+        """A call is over; None: its caller broke it off."""
+        work.decoded(result)
+        if isinstance(result, Refused):
+            self._port.measure(metrics.REFUSALS, 1, (result.reason,))
 
     async def CancelDecode(  # noqa: N802
         self, request: decode_pb2.CancelDecodeRequest, context: Context
@@ -107,6 +115,7 @@ class DecodeDriver(decode_pb2_grpc.DecodeServiceServicer):
 
     def _checked(self, request: decode_pb2.CancelDecodeRequest | decode_pb2.SwitchLocalRequest) -> Key:
         if request.receiver_incarnation != self._port.parts.context.incarnation:
+            self._port.measure(metrics.FENCED_MESSAGES)
             raise StalePeer("this worker was restarted since")
         return convert.key_from_pb(request.key)
 

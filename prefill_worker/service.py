@@ -17,6 +17,7 @@ from kvtransfer.grammars import grammar_held
 from kvtransfer.port import WorkerPort
 from pdserve.errors import InvalidRequest, StalePeer
 from pdserve.messages import Envelope, Outcome, Prefilled, PrefillRequest, Refused
+from pdserve.obs.catalogue import worker as metrics
 from pdserve.rpc import convert
 from pdserve.rpc.outbox import MAX_BATCH, Outbox
 from pdserve.rpc.server import RpcServer
@@ -74,6 +75,8 @@ class PrefillDriver(
             return convert.prefill_result_to_pb(result)
         finally:
             work.prefilled(result)
+            if isinstance(result, Refused):
+                self._port.measure(metrics.REFUSALS, 1, (result.reason,))
 
     async def _served(self, call: PrefillRequest) -> Prefilled | Refused:
         held = await grammar_held(self._port.parts.grammars, call)
@@ -102,6 +105,7 @@ class PrefillDriver(
     ) -> prefill_pb2.CancelPrefillResponse:
         """Router → here: stop this key, and every lower one."""
         if request.receiver_incarnation != self._port.parts.context.incarnation:
+            self._port.measure(metrics.FENCED_MESSAGES)
             raise StalePeer("this worker was restarted since")
         outcome = self._cancel(convert.key_from_pb(request.key))
         return prefill_pb2.CancelPrefillResponse(outcome=convert.outcome_to_pb(outcome))
@@ -141,6 +145,7 @@ class PrefillDriver(
         hello = [convert.envelope_from_pb(each) for each in opening]
         first = hello[0]
         if first.receiver_incarnation != self._port.parts.context.incarnation:
+            self._port.measure(metrics.FENCED_MESSAGES)
             raise StalePeer("this worker was restarted since")
         peer = (first.sender, first.sender_incarnation)
         outbox: Outbox[Envelope] = Outbox()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
@@ -15,7 +16,6 @@ from prometheus_client.samples import Sample
 
 from pdserve.obs.catalogue import vllm
 from pdserve.obs.catalogue.kinds import Kind, Metric
-from pdserve.obs.metrics import MetricSet
 
 ENGINE = "0"
 
@@ -31,11 +31,19 @@ class VllmFacts:
     num_pages: int
 
 
+class Samples(Protocol):
+    """Metrics that can be read one by one."""
+
+    def samples(self, metric: Metric) -> Iterator[Sample]:
+        """All samples of a metric now, without those that tell when a series began."""
+        ...
+
+
 class VllmNames(Collector):
     """The metrics of one process under vLLM's names."""
 
     def __init__(
-        self, metrics: MetricSet, aliases: Sequence[vllm.Alias], read: Callable[[], VllmFacts | None]
+        self, metrics: Samples, aliases: Sequence[vllm.Alias], read: Callable[[], VllmFacts | None]
     ) -> None:
         """read: called at each scrape; None while no model is known: there is nothing to tell then."""
         self._metrics, self._aliases, self._read = metrics, aliases, read

@@ -31,7 +31,8 @@ from pdserve.errors import (
 )
 from pdserve.kvcache.allocator import Holder, HolderKind
 from pdserve.kvcache.manager import PageManager
-from pdserve.messages import Evaluate, Evaluated, Report
+from pdserve.messages import Evaluate, Evaluated, Refusal, Report
+from pdserve.obs.catalogue import worker as metrics
 from pdserve.obs.work import BROKEN
 from pdserve.rpc import convert
 from pdserve.rpc.server import RpcServer
@@ -59,6 +60,16 @@ SERVICE = "pdserve.rpc.v1.EvaluateService"
 MAX_LIVE = 256
 """Texts that may wait or be computed here, of all routers together."""
 Context = ServicerContext[Any, Any]
+
+
+_REASONS: Mapping[type[PdserveError], Refusal] = {
+    StalePeer: Refusal.STALE_INCARNATION,
+    Draining: Refusal.DRAINING,
+    PromptTooLong: Refusal.NEVER_FITS,
+    NeverFits: Refusal.NEVER_FITS,
+    Overloaded: Refusal.FULL,
+}
+"""What a refused evaluation counts as: all that `EvaluateRole.refusal` says."""
 
 
 @dataclass(slots=True)
@@ -269,6 +280,7 @@ class EvaluateDriver(evaluate_pb2_grpc.EvaluateServiceServicer):
     async def _run(self, call: Call) -> evaluate_pb2.EvaluateResponse:
         refusal = self.role.refusal(call)
         if refusal is not None:
+            self._port.measure(metrics.REFUSALS, 1, (_REASONS[type(refusal)],))
             raise refusal
         call_id = f"{PREFIX}{next(self._numbers)}"
         future = self._calls[call_id] = self._port.loop.create_future()

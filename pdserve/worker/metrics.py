@@ -16,13 +16,16 @@ from dataclasses import dataclass, replace
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from pdserve.config.addresses import advertised
 from pdserve.obs.catalogue import worker as names
 from pdserve.obs.catalogue.kinds import AGES, Kind, Metric
+from pdserve.obs.catalogue.vllm import WORKER_ALIASES
 from pdserve.obs.metrics import kv_utilization, pages_by_state
 from pdserve.obs.port import MetricsPort, serve_metrics
 from pdserve.obs.tally import Labels, Sums, Tally, families
+from pdserve.obs.vllm import VllmFacts, VllmNames
 from pdserve.types import Role, UsedState, WorkerLoad
 
 log = logging.getLogger(__name__)
@@ -114,15 +117,31 @@ def gauges(figures: Figures) -> Iterator[Sums]:
     yield Sums(metric=names.USED_PAGES, values=ages)
 
 
+class _Told:
+    """What a scrape was told just now, by metric."""
+
+    def __init__(self, told: list[Family]) -> None:
+        self._samples = {family.name: family.samples for family in told}
+
+    def samples(self, metric: Metric) -> Iterator[Sample]:
+        """See `pdserve.obs.vllm.Samples`."""
+        return iter(self._samples[metric.name.removesuffix("_total")])
+
+
 class WorkerMetrics(Collector):
     """The port. `start`, `stop` and what `read` gives belong to the control thread."""
 
     def __init__(
-        self, role: Role, read: Callable[[], tuple[Figures, list[Sums]]], loop: asyncio.AbstractEventLoop
+        self,
+        role: Role,
+        read: Callable[[], tuple[Figures, list[Sums]]],
+        loop: asyncio.AbstractEventLoop,
+        vllm: VllmFacts | None = None,
     ) -> None:
-        """read: figures and sums of this moment; called on the loop at each scrape."""
+        """read: figures and sums of this moment; called on the loop at each scrape. vllm: facts to tell under
+        vLLM's names too (kv_usage is read at each scrape); None: its names are not served."""
         self._fixed = {"role": str(role)}
-        self._read, self._loop = read, loop
+        self._read, self._loop, self._vllm = read, loop, vllm
         self._last = read()
         self._port: MetricsPort | None = None
 
@@ -144,8 +163,11 @@ class WorkerMetrics(Collector):
     def collect(self) -> Iterator[Family]:
         """On the thread of a scrape: everything as it was at one moment."""
         figures, sums = self._now()
-        told = (one for one in (*sums, *gauges(figures)))
-        return families(told, self._fixed)
+        told = list(families((*sums, *gauges(figures)), self._fixed))
+        yield from told
+        if self._vllm is not None:
+            facts = replace(self._vllm, kv_usage=kv_utilization(figures.load))
+            yield from VllmNames(_Told(told), WORKER_ALIASES, lambda: facts).collect()
 
     def _now(self) -> tuple[Figures, list[Sums]]:
         answer: concurrent.futures.Future[tuple[Figures, list[Sums]]] = concurrent.futures.Future()

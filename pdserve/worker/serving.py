@@ -19,6 +19,7 @@ from pdserve.config.addresses import is_loopback
 from pdserve.kvcache.allocator import PageState
 from pdserve.messages import Report
 from pdserve.obs.tally import Sums
+from pdserve.obs.vllm import VllmFacts
 from pdserve.parallel.coverage import Coverage
 from pdserve.ranks.rebalancing import Rebalancing
 from pdserve.ranks.runner import ParallelRunner
@@ -80,7 +81,8 @@ class Serving:
         self._imbalance, self._loss, self._looked_at = 0.0, 0.0, float("-inf")
         self._membership: Membership | None = None
         self._front = Front.of(engine.config, parts)
-        self._metrics = WorkerMetrics(engine.config.role, self._figures, loop)
+        names = _vllm_facts(engine) if engine.config.vllm_metrics else None
+        self._metrics = WorkerMetrics(engine.config.role, self._figures, loop, names)
         self.record: WorkerRecord = self._record("", {})
 
     async def start(self) -> None:
@@ -257,6 +259,12 @@ class Serving:
             page_size=parts.layout.page_size,
             pid=os.getpid(),
         )
+
+
+def _vllm_facts(engine: Engine) -> VllmFacts:
+    """What vLLM's names for our metrics tell besides."""
+    pages, size = engine.parts.pages.num_pages, engine.parts.layout.page_size
+    return VllmFacts(model=engine.model.name, kv_usage=0.0, page_size=size, num_pages=pages)
 
 
 def _rebalancing(engine: Engine) -> Rebalancing | None:
