@@ -30,7 +30,7 @@ from tests.support.chaos import ChaosProxy, Step
 from tests.support.direct import Ask, Direct, generate
 from tests.support.tools import tool
 
-PAGE, CHUNK = 16, 64
+PAGE, CHUNK, POOL = 16, 64, 60
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 LONG = tuple(100 + i * 104729 % 40000 for i in range(150))
 NUM_PAGES = -(-len(LONG) // PAGE)
@@ -53,7 +53,7 @@ class Bed(Direct):
 
 @pytest.fixture(scope="module")
 def direct() -> Iterator[Bed]:
-    made = Bed.start(metrics_port=0, transports=("tcp",), vllm_metrics=True)
+    made = Bed.start(num_pages=POOL, metrics_port=0, transports=("tcp",), vllm_metrics=True)
     assert isinstance(made, Bed)
     made.proxy = ChaosProxy(made.p.tcp)
     yield made
@@ -221,7 +221,7 @@ async def test_what_waits_for_its_other_half_is_seen_and_then_cancelled(direct: 
     held = during.of("pages", state="reserved")
     assert held >= NUM_PAGES
     used = [during.of("used_pages", state="granted", age=age) for age in ("<1s", "<10s")]
-    assert sum(used) == held == round(during.of("kv_utilization_ratio") * 120)
+    assert sum(used) == held == round(during.of("kv_utilization_ratio") * POOL)
     await call.close()
     await direct.until_idle()
     over = Change(before, await asyncio.to_thread(scrape, direct, Role.DECODE))
@@ -250,11 +250,11 @@ async def test_what_is_refused_and_what_is_fenced_off(direct: Bed) -> None:
 
 async def test_pages_that_the_cache_gives_up_are_counted(direct: Bed) -> None:
     async def many() -> None:
-        for first in range(14):
+        for first in range(6):
             await generate(direct.own((30_000 + first, *LONG[1:])))
 
     prefill, _ = await changes(direct, many())
-    cached = 14 * (len(LONG) // PAGE)
+    cached = 6 * (len(LONG) // PAGE)
     assert prefill.of("evictions_total") == cached - prefill.of("pages", state="evictable") > 0
 
 
@@ -271,7 +271,7 @@ def test_vllms_names_tell_the_same_numbers(direct: Bed) -> None:
     assert theirs["vllm:iteration_tokens_total_sum"][1] == ours["step_rows_sum", frozenset()]
     assert theirs["vllm:kv_cache_usage_perc"][1] == ours["kv_utilization_ratio", frozenset()]
     assert theirs["vllm:cache_config_info"][0]["block_size"] == str(PAGE)
-    assert theirs["vllm:cache_config_info"][0]["num_gpu_blocks"] == "120"
+    assert theirs["vllm:cache_config_info"][0]["num_gpu_blocks"] == str(POOL)
     assert theirs["vllm:lora_requests_info"][0]["running_lora_adapters"] == ""
 
 
