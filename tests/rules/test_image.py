@@ -59,7 +59,7 @@ def test_it_writes_where_the_manifests_have_room_alone() -> None:
     assert values["HOME"] == "/tmp"
     assert values["XDG_CACHE_HOME"].startswith("/tmp/")
     assert values["PYTHONDONTWRITEBYTECODE"] == "1"
-    assert instructions("WORKDIR", "serve") == ["/tmp"]
+    assert instructions("WORKDIR", "serve") == ["/opt/pdserve"], "Ray looks for modules there"
 
 
 def test_the_base_is_named_to_the_last_digit_and_python_is_one_we_support() -> None:

@@ -23,6 +23,7 @@ from tests.support.plain import (
 )
 
 RAY = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/etc/pdserve/ray_token"}
+FORKS = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 PAIRS = {
     "pdserve-ray-head": "ray-head",
     "pdserve-ray-node": "ray-node",
@@ -58,11 +59,10 @@ def drain_s(command: list[str]) -> float:
 def test_compose_starts_what_systemd_starts(name: str, service: str) -> None:
     found = services()[service]
     assert compose_command(found) == unit(name).command
-    needs_ray = name != "pdserve-router"
-    assert found.get("environment", {}) == (RAY if needs_ray else {})
-    assert {key: value for key, value in unit(name).environment.items() if key in RAY} == (
-        RAY if needs_ray else {}
-    )
+    environment = {"pdserve-ray-head": RAY | FORKS, "pdserve-router": {}}.get(name, RAY)
+    assert found.get("environment", {}) == environment
+    own = unit(name).environment
+    assert {key: own[key] for key in own if key in RAY | FORKS} == environment
 
 
 def test_every_unit_has_a_service_and_the_docs_say_the_same() -> None:

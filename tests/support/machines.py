@@ -63,6 +63,7 @@ class Host:
             process = subprocess.Popen(
                 [*self._enter(), *command],
                 env=dict(environ), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, text=True,
+                cwd="/",
             )  # fmt: skip
         self._started.append(process)
         return process
@@ -71,10 +72,14 @@ class Host:
         """The output of a program inside. Raises AssertionError with it, should the program fail."""
         done = subprocess.run(
             [*self._enter(), *command],
-            env=dict(environ), capture_output=True, text=True, timeout=LIMIT_S, check=False,
+            env=dict(environ), capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd="/",
         )  # fmt: skip
         assert done.returncode == 0, f"{command}:\n{done.stdout}{done.stderr}"
         return done.stdout
+
+    def terminate(self, process: subprocess.Popen[str]) -> None:
+        """Sends SIGTERM to a program that was started inside."""
+        process.terminate()
 
     def left(self) -> list[str]:
         """Programs that run inside."""
@@ -95,9 +100,10 @@ class Host:
 class Machine(Host):
     """A machine of its own."""
 
-    def __init__(self) -> None:
-        """Raises AssertionError with what went wrong."""
+    def __init__(self, *, rights: bool) -> None:
+        """rights: what runs inside keeps our user's. Raises AssertionError with what went wrong."""
         super().__init__()
+        self._rights = rights
         self._holder = subprocess.Popen(
             [*_UNSHARE, "bash", "-c", _SETUP], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -106,6 +112,11 @@ class Machine(Host):
         assert said == "ready\n", said
         (child,) = psutil.Process(self._holder.pid).children()
         self.pid = child.pid
+
+    def terminate(self, process: subprocess.Popen[str]) -> None:
+        """Sends SIGTERM to a program that was started inside: what was started waits for it outside."""
+        for child in psutil.Process(process.pid).children():
+            child.terminate()
 
     def left(self) -> list[str]:
         """Programs that run inside, but for the machine itself."""
@@ -137,13 +148,14 @@ class Machine(Host):
         subprocess.run([*enter, *command], check=True, capture_output=True)
 
     def _enter(self) -> list[str]:
-        return ["nsenter", f"--target={self.pid}", "--mount", "--net", "--pid", "--wdns=/tmp", *_DROP]
+        return ["nsenter", f"--target={self.pid}", "--mount", "--net", "--pid", "--wdns=/tmp",
+                *(() if self._rights else _DROP)]  # fmt: skip
 
 
 @contextmanager
 def two_machines(first: str, second: str) -> Iterator[tuple[Machine, Machine]]:
-    """Two with these addresses and a cable between them."""
-    with machine() as one, machine() as other:
+    """Two with these addresses and a cable between them; what runs inside keeps our user's rights."""
+    with machine(rights=True) as one, machine(rights=True) as other:
         assert isinstance(one, Machine)
         assert isinstance(other, Machine)
         ends = ["name", "cable", "netns", str(one.pid), "type", "veth", "peer", "name", "cable"]
@@ -155,9 +167,9 @@ def two_machines(first: str, second: str) -> Iterator[tuple[Machine, Machine]]:
 
 
 @contextmanager
-def machine() -> Iterator[Host]:
-    """One machine, or the one we are on where none can be made."""
-    made = Machine() if available() else Host()
+def machine(*, rights: bool = False) -> Iterator[Host]:
+    """One machine, or the one we are on where none can be made. rights: keep our user's inside."""
+    made = Machine(rights=rights) if available() else Host()
     try:
         yield made
     finally:
