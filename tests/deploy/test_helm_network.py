@@ -103,6 +103,13 @@ def test_only_the_gateway_reaches_routers_of_several_tenants() -> None:
     assert not may_reach(policies, named["gateway"], named["decode worker"], WORKER_PORT)
 
 
+def test_a_head_that_survives_reaches_its_redis_and_no_other_pod_does() -> None:
+    found = render("many-gpu-nodes-rdma")
+    named, policies = pods_of(found), policies_of(found)
+    redis = Pod(namespace="ray-system")
+    assert [part for part in PARTS if may_reach(policies, named[part], redis, 6379)] == ["head"]
+
+
 def test_all_pods_may_ask_for_names_and_only_the_head_may_ask_kubernetes(manifests: list[Manifest]) -> None:
     default = only(manifests, "NetworkPolicy", "-default")["spec"]["egress"]
     (names,) = default
