@@ -15,7 +15,7 @@ from pdserve.api import Chunk, Explanation, GenerateInput, StreamEvent
 from pdserve.config.telemetry import TelemetrySettings
 from pdserve.obs.logging import MAX_VALUE_CHARS, fields
 from pdserve.obs.tracecontext import PARENT, TraceContext, new_trace
-from pdserve.obs.tracing import FinishedSpan, Kind, Value, WallClock, ledger_event, spans_of
+from pdserve.obs.tracing import FinishedSpan, Kind, Value, WallClock, spans_of
 from pdserve.types import FinishReason, Ledger, Span, Usage
 
 log = logging.getLogger("pdserve.router")
@@ -111,8 +111,7 @@ class _Record:
             FinishedSpan(
                 name=f"{self._operation} {asked}".rstrip(), kind=Kind.SERVER, context=trace,
                 parent_id=self._parent_id, remote_parent=True, begin_s=begin, end_s=wall.at(now),
-                attributes=attributes, events=tuple(ledger_event(span, begin) for span in stretches),
-                error=failed,
+                attributes=attributes, error=failed, stretches=stretches, zero_s=begin,
             )
         )  # fmt: skip
 

@@ -6,19 +6,18 @@ does, requests go on: spans wait in a bounded queue, and what does not fit there
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event as OtelEvent
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, TraceState
 from opentelemetry.trace.status import Status, StatusCode
 
 from pdserve import __version__
-from pdserve.obs.tracing import FinishedSpan, Kind
+from pdserve.obs.tracing import LEDGER, FinishedSpan, Kind, told_of
 
 EXPORT_TIMEOUT_S = 5
 DELAY_S = 1.0
@@ -28,7 +27,7 @@ _NS = 10**9
 
 
 class OtlpSpans:
-    """This process's exporter. `add` from any thread."""
+    """This process's exporter: `pdserve.obs.tracing.Spans`."""
 
     def __init__(self, endpoint: str, *, service: str, instance: str, about: Mapping[str, str]) -> None:
         """Connects to nobody yet. Certificates and headers come from OpenTelemetry's own variables
@@ -43,31 +42,59 @@ class OtlpSpans:
                 **about,
             }
         )
-        self._scope = InstrumentationScope("pdserve", __version__)
         exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
-        self._processor = BatchSpanProcessor(exporter, schedule_delay_millis=DELAY_S * 1000)
+        self._processor = BatchSpanProcessor(_Exporter(exporter), schedule_delay_millis=DELAY_S * 1000)
 
     def add(self, span: FinishedSpan) -> None:
         """See Spans."""
         if span.context.sampled:
-            self._processor.on_end(self._readable(span))
+            self._processor.on_end(_Waiting(span, self._resource))
 
     def close(self) -> None:
         """See Spans."""
         self._processor.shutdown()  # type: ignore[no-untyped-call]
 
-    def _readable(self, span: FinishedSpan) -> ReadableSpan:
-        context, parent = span.context, None
+
+class _Waiting(ReadableSpan):
+    """A span in the queue. What it says is put into OpenTelemetry's form by the thread that sends it: that
+    takes longer than all the rest."""
+
+    def __init__(self, span: FinishedSpan, resource: Resource) -> None:
+        """resource: the process's; without one the base class would look for it, each time."""
+        of, own = span.context, span.context.span_id
+        super().__init__(span.name, _context(of.trace_id, own, of.state, remote=False), resource=resource)
+        self.finished = span
+
+
+class _Exporter(SpanExporter):
+    """Sends what waits. The processor's thread alone calls it."""
+
+    def __init__(self, inner: OTLPSpanExporter) -> None:
+        self._inner = inner
+        self._scope = InstrumentationScope("pdserve", __version__)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """See SpanExporter."""
+        return self._inner.export([self._whole(span) for span in spans if isinstance(span, _Waiting)])
+
+    def shutdown(self) -> None:
+        """See SpanExporter."""
+        self._inner.shutdown()
+
+    def _whole(self, waiting: _Waiting) -> ReadableSpan:
+        span, parent = waiting.finished, None
+        context = span.context
         if span.parent_id:
             parent = _context(context.trace_id, span.parent_id, context.state, remote=span.remote_parent)
         return ReadableSpan(
             name=span.name,
-            context=_context(context.trace_id, context.span_id, context.state, remote=False),
+            context=waiting.context,
             parent=parent,
-            resource=self._resource,
+            resource=waiting.resource,
             attributes=span.attributes,
             events=[
-                OtelEvent(event.name, dict(event.attributes), int(event.at_s * _NS)) for event in span.events
+                Event(f"{LEDGER}{each.phase}", told_of(each), int((span.zero_s + each.begin_s) * _NS))
+                for each in span.stretches
             ],
             kind=_KINDS[span.kind],
             status=Status(StatusCode.ERROR, span.error) if span.error else Status(StatusCode.UNSET),

@@ -37,18 +37,10 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """Something at one time (seconds since 1970) within a span."""
-
-    name: str
-    at_s: float
-    attributes: Attributes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSpan:
     """One span. context: its own. parent_id: of the span it belongs to, "" for a trace's first.
-    remote_parent: that one is another process's. begin_s, end_s: since 1970. error: a label, "" for none."""
+    remote_parent: that one is another process's. begin_s, end_s: since 1970. error: a label, "" for none.
+    stretches: of the ledger, told as events; zero_s: what their stamps count from, since 1970."""
 
     name: str
     kind: Kind
@@ -58,8 +50,9 @@ class FinishedSpan:
     begin_s: float
     end_s: float
     attributes: Attributes
-    events: tuple[Event, ...] = ()
     error: str = ""
+    stretches: Sequence[Span] = ()
+    zero_s: float = 0.0
 
 
 class Spans(Protocol):
@@ -100,8 +93,8 @@ def spans_of(settings: TelemetrySettings, service: str, instance: str, **about: 
     return OtlpSpans(endpoint, service=service, instance=instance, about=about)
 
 
-def ledger_event(span: Span, zero_s: float) -> Event:
-    """A ledger's stretch as an event at its begin. zero_s: what its stamps count from, since 1970."""
+def told_of(span: Span) -> dict[str, Value]:
+    """A ledger's stretch as an event's attributes."""
     attributes: dict[str, Value] = {"pdserve.duration_s": span.end_s - span.begin_s}
     if span.on_path:
         attributes["pdserve.on_path"] = True
@@ -113,4 +106,4 @@ def ledger_event(span: Span, zero_s: float) -> Event:
         attributes["pdserve.begin_clock"] = span.begin_clock
     if span.end_clock:
         attributes["pdserve.end_clock"] = span.end_clock
-    return Event(name=f"{LEDGER}{span.phase}", at_s=zero_s + span.begin_s, attributes=attributes)
+    return attributes

@@ -7,14 +7,14 @@ What lives here: the names and attributes of a worker's lines and spans. What do
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from pdserve import clock
 from pdserve.messages import Ended, Outcome, Prefilled, PrefillRequest, Refused, Reserve
 from pdserve.obs.logging import fields
 from pdserve.obs.tracecontext import TraceContext, parent_of
-from pdserve.obs.tracing import Attributes, Event, FinishedSpan, Kind, Spans, Value, WallClock, ledger_event
+from pdserve.obs.tracing import Attributes, FinishedSpan, Kind, Spans, Value, WallClock
 from pdserve.types import Ledger, Phase, Span
 
 log = logging.getLogger("pdserve.worker")
@@ -58,9 +58,8 @@ class Works:
         )  # fmt: skip
         log.info("evaluate ended", extra=told)
         if parent is not None:
-            wall, attributes = WallClock(), {"pdserve.tokens": num_tokens}
-            times = (wall.at(came_at), wall.at(now))
-            self.add(parent, EVALUATE, Kind.SERVER, times, error, attributes, ())
+            attributes = {"pdserve.tokens": num_tokens}
+            self.add(parent, EVALUATE, Kind.SERVER, (came_at, now), error, attributes, ())
 
     def _parent(self, context: CallContext) -> TraceContext | None:
         """The router's span; None where no spans are to be made."""
@@ -69,16 +68,17 @@ class Works:
 
     def add(
         self, parent: TraceContext, name: str, kind: Kind, times: tuple[float, float], error: str,
-        attributes: Attributes, events: tuple[Event, ...],
+        attributes: Attributes, stretches: Sequence[Span],
     ) -> None:  # fmt: skip
-        """Sends a span. times: since 1970."""
+        """Sends a span. times: its begin and end by our monotonic clock, as the stretches'."""
         assert self.spans is not None
+        wall = WallClock()
         failed = {"error.type": error} if error else {}
         self.spans.add(
             FinishedSpan(
                 name=name, kind=kind, context=parent.child(), parent_id=parent.span_id, remote_parent=True,
-                begin_s=times[0], end_s=times[1], attributes={**attributes, **failed}, events=events,
-                error=error,
+                begin_s=wall.at(times[0]), end_s=wall.at(times[1]), attributes={**attributes, **failed},
+                error=error, stretches=stretches, zero_s=wall.at(0.0),
             )
         )  # fmt: skip
 
@@ -198,17 +198,22 @@ class Work:
         more: Attributes,
     ) -> None:  # fmt: skip
         """times: begin and end by our monotonic clock."""
-        call, wall = self._call, WallClock()
+        call = self._call
         attributes: dict[str, Value] = {
             "pdserve.request_id": call.key.request_id,
             "pdserve.epoch": call.key.epoch,
             **({"pdserve.peer": self._peer} if self._peer else {}),
             **more,
         }
-        events = sorted((ledger_event(s, wall.at(0.0)) for s in stretches), key=lambda event: event.at_s)
         assert self._parent is not None
         self._works.add(
-            self._parent, name, kind, (wall.at(times[0]), wall.at(times[1])), error, attributes, tuple(events)
+            self._parent,
+            name,
+            kind,
+            times,
+            error,
+            attributes,
+            sorted(stretches, key=lambda span: span.begin_s),
         )
 
 

@@ -40,6 +40,9 @@ class Front:
                 tls_key=config.tls_key,
                 tls_server_name=config.tls_server_name,
                 kv_mixing=config.kv_mixing or "strict",
+                otlp_endpoint=config.otlp_endpoint,
+                trace_sample_ratio=config.trace_sample_ratio,
+                log_prompts=config.log_prompts,
             )
         )
 

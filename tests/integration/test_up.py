@@ -19,6 +19,7 @@ import pytest
 
 from pdserve.client import Client, Result
 from pdserve.errors import Unavailable
+from tests.support.collector import Collector, collector
 
 END_S = 60.0
 
@@ -30,6 +31,7 @@ class Up:
     process: subprocess.Popen[str]
     address: str
     lines: list[str]
+    collector: Collector
 
     def tree(self) -> list[psutil.Process]:
         """It and all its descendants."""
@@ -95,15 +97,18 @@ def left_of(pid: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def up() -> Iterator[Up]:
-    process = start("--dtype", "float32", "--deterministic", "--kv-memory", "256MiB")
-    try:
-        lines = read_until(process, "ready on ")
-        found = re.search(r"ready on (\S+) after [\d.]+ s \(router .*ray .*workers ", lines[-1])
-        assert found is not None
-        yield Up(process, found[1], lines)
-    finally:
-        process.kill()
-        process.wait()
+    with collector() as spans:
+        process = start(
+            "--dtype", "float32", "--deterministic", "--kv-memory", "256MiB", "--otlp-endpoint", spans.address
+        )
+        try:
+            lines = read_until(process, "ready on ")
+            found = re.search(r"ready on (\S+) after [\d.]+ s \(router .*ray .*workers ", lines[-1])
+            assert found is not None
+            yield Up(process, found[1], lines, spans)
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_progress_is_visible_before_ready(up: Up) -> None:
@@ -173,6 +178,19 @@ def test_chat_knows_its_commands(up: Up) -> None:
     assert "system: Answer in one word." in told
     assert "user: Say hello." in told
     assert told[-2:] == ["0 turns are left.", "There is no command /what; /help shows them."]
+
+
+def test_spans_come_from_the_router_and_from_workers_on_ray(up: Up) -> None:
+    trace_id = "5e" * 16
+    with Client(up.address, metadata={"traceparent": f"00-{trace_id}-{'1' * 16}-01"}) as client:
+        client.generate("Once", max_tokens=4, ignore_eos=True, no_prefix_cache=True).result()
+    found = [(s.service, s.name.split(" ")[0]) for s in up.collector.trace(trace_id, 4)]
+    assert found == [
+        ("pdserve-router", "text_completion"),
+        ("pdserve-prefill", "prefill"),
+        ("pdserve-decode", "transfer"),
+        ("pdserve-decode", "decode"),
+    ]
 
 
 def test_top_shows_rates_and_pools_once(up: Up) -> None:
