@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvtransfer.effects import Count
+from kvtransfer.transport import ReadStatus
 from pdserve.kvcache.allocator import Holder, HolderKind
 from pdserve.kvcache.manager import PageManager
 from pdserve.obs.catalogue import worker as metrics
@@ -22,8 +24,10 @@ from pdserve.sched.plan import Preempted, SeqStep, StepPlan, StepResult
 from pdserve.types import Role, SamplingParams, WorkerLoad
 from pdserve.worker.driver import Driver
 from pdserve.worker.metrics import DERIVED, OWN, Figures, WorkerMetrics, WorkerSums
+from tests.support.source_tree import ROOT
 from tests.unit.role_kit import Decode, Prefill, key, prefill_call, reserve_call
 
+COUNTED = re.compile(r'Count\(name="(\w+)"|\.count\("(\w+)"')
 STEP_COST_S = 100e-6
 """What measuring a step of 64 sequences may take at the very most; measured: 6 µs, of 5 ms or more."""
 
@@ -165,3 +169,14 @@ def test_measuring_a_step_costs_next_to_nothing() -> None:
     found = values(sums.copy())
     assert found[metrics.GENERATED_TOKENS.name] == {(): 200 * 64}
     assert found[metrics.STEP.name][()][1] == pytest.approx(200 * 0.02)
+
+
+def test_every_event_that_the_code_counts_is_declared() -> None:
+    found: set[tuple[str, str]] = set()
+    for package in ("kvtransfer", "decode_worker", "prefill_worker", "pdserve/worker"):
+        for path in (ROOT / package).rglob("*.py"):
+            found.update(re.findall(COUNTED, path.read_text()))
+    names = {name for pair in found for name in pair if name}
+    assert {"retractions", "over_credit", "foreign_envelopes", "steps"} <= names
+    assert names <= OWN | set(metrics.EVENTS)
+    assert {f"reads_{status}" for status in ReadStatus} <= set(metrics.EVENTS)
