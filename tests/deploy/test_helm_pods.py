@@ -167,21 +167,27 @@ def test_budgets_of_ray_pods_are_numbers_and_leave_one_worker_that_may_go() -> N
 @pytest.mark.parametrize(
     ("settings", "surge", "nodes"),
     [
-        ((), 1, 2),
-        (("prefill.replicas=3",), 0, 3),
-        (("prefill.rollout=surge", "prefill.replicas=3"), 1, 4),
-        (("prefill.rollout=in-place",), 0, 1),
-        (("autoscaling.kind=keda", "prefill.autoscaling.maxReplicas=7"), 1, 8),
+        ((), 1, (1, 5)),
+        (("prefill.replicas=3",), 0, (3, 4)),
+        (("prefill.replicas=6",), 0, (6, 6)),
+        (("prefill.rollout=surge", "prefill.replicas=3"), 1, (3, 5)),
+        (("prefill.rollout=in-place",), 0, (1, 4)),
+        (("autoscaling.kind=keda", "prefill.autoscaling.maxReplicas=7"), 1, (1, 8)),
+        # Without Ray's autoscaler all nodes that can be needed are there from the start.
+        (("ray.autoscaling=false",), 0, (1, 1)),
+        (("ray.autoscaling=false", "prefill.rollout=surge"), 1, (2, 2)),
+        (("ray.autoscaling=false", "autoscaling.kind=keda"), 0, (4, 4)),
     ],
 )
 def test_a_rollout_that_starts_the_new_worker_first_has_a_spare_node(
-    settings: tuple[str, ...], surge: int, nodes: int
+    settings: tuple[str, ...], surge: int, nodes: tuple[int, int]
 ) -> None:
     manifests = render("", *settings)
     rolling = only(manifests, "Deployment", "-prefill")["spec"]["strategy"]["rollingUpdate"]
     assert rolling == {"maxSurge": surge, "maxUnavailable": 1 - surge}
     group = only(manifests, "RayCluster")["spec"]["workerGroupSpecs"][0]
-    assert group["maxReplicas"] == nodes
+    assert (group["minReplicas"], group["maxReplicas"]) == nodes
+    assert group["replicas"] == group["minReplicas"]
 
 
 @every_render

@@ -96,16 +96,26 @@ dns+{{ include "pdserve.fullname" . }}-routers.{{ .Release.Namespace }}.svc:5005
 {{- end -}}
 {{- end -}}
 
-{{/* Replicas of a role at most, and of its Ray nodes: a rollout that starts the new one first needs a spare. */}}
+{{/* Of a role, (dict "root" $ "role" .Values.prefill): seats that there are at least. */}}
 {{- define "pdserve.minReplicas" -}}
 {{- if eq .root.Values.autoscaling.kind "none" -}}{{ int .role.replicas }}{{- else -}}{{ int .role.autoscaling.minReplicas }}{{- end -}}
 {{- end -}}
-{{- define "pdserve.maxReplicas" -}}
-{{- if eq .root.Values.autoscaling.kind "none" -}}{{ int .role.replicas }}{{- else -}}{{ int .role.autoscaling.maxReplicas }}{{- end -}}
-{{- end -}}
+
+{{/* Seats that a rollout adds for a while. A new worker can only start first where Ray has a node for it, or gets one. */}}
 {{- define "pdserve.surge" -}}
-{{- if or (eq .role.rollout "surge") (and (eq .role.rollout "auto") (eq (include "pdserve.minReplicas" .) "1")) -}}1{{- else -}}0{{- end -}}
+{{- $alone := eq (include "pdserve.minReplicas" .) "1" -}}
+{{- if or (eq .role.rollout "surge") (and (eq .role.rollout "auto") $alone .root.Values.ray.autoscaling) -}}1{{- else -}}0{{- end -}}
 {{- end -}}
+
+{{/* Nodes at most. Ray adds them by need alone, so there is room for scaling by hand too; without its autoscaler
+there are as many as can ever be needed. */}}
 {{- define "pdserve.maxNodes" -}}
-{{ add (int (include "pdserve.maxReplicas" .)) (int (include "pdserve.surge" .)) }}
+{{- $most := int .role.replicas -}}
+{{- if or .root.Values.ray.autoscaling (ne .root.Values.autoscaling.kind "none") -}}
+{{- $most = max (int (include "pdserve.minReplicas" .)) (int .role.autoscaling.maxReplicas) -}}
+{{- end -}}
+{{ add $most (int (include "pdserve.surge" .)) }}
+{{- end -}}
+{{- define "pdserve.minNodes" -}}
+{{- if .root.Values.ray.autoscaling -}}{{ include "pdserve.minReplicas" . }}{{- else -}}{{ include "pdserve.maxNodes" . }}{{- end -}}
 {{- end -}}
