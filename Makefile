@@ -58,6 +58,7 @@ lint: $(STAMP)
 	$(BIN)/python scripts/gen_config_docs.py --check
 	$(BIN)/python scripts/gen_metrics_docs.py --check
 	$(BIN)/python scripts/gen_dashboards.py --check
+	$(BIN)/python scripts/sync_chart.py --check
 
 proto: $(STAMP)
 	$(BIN)/python scripts/gen_protos.py
