@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -21,6 +21,7 @@ def fleet_port(watch: FleetWatch, port: int, host: str) -> Iterator[MetricsPort]
     """Serves the pages for the time of the block. Raises ConfigError if the port can not be had."""
     registry = CollectorRegistry()
     registry.register(FleetCollector(watch))
+    ProcessCollector(registry=registry)
     pages = {
         "/readyz": lambda: _page(
             watch.ready(), "every wanted worker serves", "a wanted worker does not serve"

@@ -133,6 +133,7 @@ def test_the_port_tells_of_readiness_and_restarts(cluster: RayCluster, joined: s
         wait(lambda: get(port, "/readyz") == 503, "not ready")
         wait(lambda: get(port, "/readyz") == 200, "ready again")
         assert series(port)["pdserve_fleet_restarts_total", ("decode",)] == 1
+        assert series(port)["process_resident_memory_bytes", ()] > 0
 
 
 def get(port: int, path: str) -> int:
