@@ -107,6 +107,17 @@ def test_every_runbook_belongs_to_an_alert() -> None:
     assert sorted(_runbooks()) == sorted(ALERTS)
 
 
+def test_links_of_the_runbooks_lead_somewhere() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", RUNBOOKS.read_text("utf-8"))
+    assert len(links) > 20
+    for file, anchor in links:
+        target = RUNBOOKS.parent / file if file else RUNBOOKS
+        assert target.exists(), file
+        titles = re.findall(r"^#+ (.+)$", target.read_text("utf-8"), re.MULTILINE) if anchor else []
+        anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+        assert not anchor or anchor in anchors, f"{file}#{anchor}"
+
+
 def test_rules_and_dashboards_ask_for_series_that_exist() -> None:
     exprs = [rule["expr"] for rule in RULES]
     exprs += [q.promql() for board in DASHBOARDS for panel in board.panels for q in panel.queries]
