@@ -40,7 +40,7 @@ class FleetSettings(TelemetrySettings):
     fleet_port: int | None = setting(
         None,
         help="HTTP port for the fleet's /metrics, /readyz and /livez, on the address `host`; 0: any free "
-        "one; unset: none.",
+        "one, which no router lists for Prometheus; unset: none.",
         minimum=0,
         maximum=65535,
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
+import urllib.request
 
 import pytest
 
-from pdserve.cli.router_child import router_arguments
+from pdserve.cli.router_child import RouterChild, router_arguments
 from pdserve.config import ServeConfig
 
 
@@ -18,3 +20,16 @@ def test_the_router_lists_the_port_of_the_fleet_where_it_is_known(
 ) -> None:
     flags = router_arguments(ServeConfig(fleet_port=fleet_port).resolved(), None)
     assert [value for flag, value in itertools.pairwise(flags) if flag == "--fleet-metrics"] == listed
+
+
+def test_a_started_router_lists_it() -> None:
+    config = ServeConfig(port=0, metrics_port=0, http=False, fleet_port=9466).resolved()
+    child = RouterChild.start(router_arguments(config, None), secret="ab" * 32)
+    try:
+        url = f"http://127.0.0.1:{child.metrics_port}/targets"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            found = json.load(answer)
+    finally:
+        child.kill()
+    by_process = {target["labels"]["process"]: target["targets"] for target in found}
+    assert by_process == {"router": [f"127.0.0.1:{child.metrics_port}"], "fleet": ["127.0.0.1:9466"]}

@@ -18,13 +18,13 @@ Every process serves its metrics as Prometheus text on a port of its own:
 |---|---|---|
 | router | 9464 | `--metrics-port`; also `/metrics` of the HTTP API, where keys are asked for |
 | worker | any free one | `--worker-metrics-port` of `pdserve up` and `pdserve fleet`; routers know it |
-| `pdserve fleet`, `pdserve up` | - | `--fleet-port` |
+| `pdserve fleet`, `pdserve up` | none unless asked for | `--fleet-port` |
 
 **What to scrape.** `GET /targets` on a router's metrics port lists the router, its workers and the fleet
-processes of `--fleet-metrics`, as Prometheus' `http_sd_configs` want it (`deploy/prometheus/prometheus.yml`);
-labels are `process` (router, worker, fleet) and, of workers, `worker` and `role`. Scrape with
-`honor_labels: true`: series say their role themselves. Neither page asks for credentials; the port listens
-where the router does, on loopback by default.
+processes of `--fleet-metrics` (`pdserve up` gives it its own), as Prometheus' `http_sd_configs` want it
+(`deploy/prometheus/prometheus.yml`); labels are `process` (router, worker, fleet) and, of workers, `worker`
+and `role`. Scrape with `honor_labels: true`: series say their role themselves. Neither page asks for
+credentials; the port listens where the router does, on loopback by default.
 
 **Names** follow Prometheus' conventions: base units (`_seconds`, `_bytes`, `_ratio` from 0 to 1), counters
 end in `_total`, histograms have `_bucket`, `_sum` and `_count`. Every label has a closed set of values, and
