@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ray.autoscaler._private.kuberay import autoscaling_config
 
-from tests.support.chart import EVERYTHING, EXAMPLES, render
+from tests.support.chart import CHART, EVERYTHING, EXAMPLES, render
 from tests.support.manifests import Manifest, name_of, only, pods, selects
+from tests.support.source_tree import ROOT
 
 RENDERS = [*((example, ()) for example in EXAMPLES), ("", EVERYTHING)]
 EXTERNAL = {"pdserve-keys", "pdserve-fleet", "pdserve-ray-token", "login-example-com-jwks"}
@@ -205,3 +211,23 @@ def test_rays_own_autoscaler_reads_the_groups_as_they_are_meant(
     assert head["resources"]["CPU"] == 0
     options = cluster["spec"]["authOptions"]
     assert options["mode"] == "token"
+
+
+def test_ray_knows_every_option_it_is_started_with() -> None:
+    ray = Path(sys.executable).with_name("ray")
+    told = subprocess.run([ray, "start", "--help"], capture_output=True, text=True, timeout=60, check=True)
+    for example, settings in RENDERS:
+        spec = only(render(example, *settings), "RayCluster")["spec"]
+        for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+            wanted = {f"--{name}" for name in group["rayStartParams"]}
+            assert wanted <= set(re.findall(r"--[a-z-]+", told.stdout))
+
+
+def test_ray_is_of_the_version_that_is_pinned() -> None:
+    """Nodes and seats run one image, and KubeRay is told what is in it."""
+    pinned = (ROOT / "constraints.txt").read_text("utf-8")
+    version = only(render(), "RayCluster")["spec"]["rayVersion"]
+    assert f"\nray=={version}\n" in pinned
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text("utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert chart["version"] == chart["appVersion"] == project["version"]
