@@ -31,6 +31,8 @@ OBJECT_STORE_BYTES = 100 * 2**20
 SHUTDOWN_PATIENCE_S = 15.0
 END_PATIENCE_S = 3.0
 PROBE_TIMEOUT_S = 5.0
+KNOCK_TIMEOUT_S = 30.0
+"""A head that has just been started, or has many seats to welcome, takes its time."""
 CLIENT_TRIES = 3
 CLIENT = "ray://"
 """Before an address of Ray's client server."""
@@ -199,7 +201,7 @@ def _knock(address: str) -> None:
         request = ray_client_pb2.ClusterInfoRequest(type=ray_client_pb2.ClusterInfoType.PING)
         try:
             driver = ray_client_pb2_grpc.RayletDriverStub(channel)
-            driver.ClusterInfo(request, timeout=PROBE_TIMEOUT_S, wait_for_ready=True)
+            driver.ClusterInfo(request, timeout=KNOCK_TIMEOUT_S, wait_for_ready=True)
         except grpc.RpcError as err:
             log.debug("Ray's client server", exc_info=err)
             code = err.code() if isinstance(err, grpc.Call) else None
