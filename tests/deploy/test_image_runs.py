@@ -43,7 +43,22 @@ def prefix() -> Iterator[Path]:
 
 
 def install(folder: Path) -> Path:
-    """Runs the build stage's steps on a copy of what it copies; returns where they installed to."""
+    """The build stage's steps with what would be fetched taken over; returns where they installed to."""
+    compiler = folder / "compiler"
+    compiler.write_text(COMPILER.format(log=folder / "compiled"))
+    compiler.chmod(0o755)
+    target = folder / "opt"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(target)], check=True)
+    (site,) = (target / "lib").glob("python*/site-packages")
+    (here,) = {path for path in sys.path if path.endswith("site-packages")}
+    (site / "taken-over.pth").write_text(f"{here}\n")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
+    offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_CONFIG_FILE": os.devnull}
+    return build(folder, environ | offline | {"CXX": str(compiler)}, EXTRAS, "0")
+
+
+def build(folder: Path, environ: dict[str, str], extras: str, model: str) -> Path:
+    """Runs the build stage's script on a copy of what the Dockerfile copies."""
     source, target = folder / "src", folder / "opt"
     source.mkdir()
     text = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
@@ -51,27 +66,9 @@ def install(folder: Path) -> Path:
         *names, place = line.split()
         for name in names:
             copy(name, source / place)
-    compiler = folder / "compiler"
-    compiler.write_text(COMPILER.format(log=folder / "compiled"))
-    compiler.chmod(0o755)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(target)], check=True)
-    (site,) = (target / "lib").glob("python*/site-packages")
-    (here,) = {path for path in sys.path if path.endswith("site-packages")}
-    (site / "taken-over.pth").write_text(f"{here}\n")
-    environ = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))},
-        "CXX": str(compiler), "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0",
-        "PIP_CONFIG_FILE": os.devnull,
-    }  # fmt: skip
-    for part in (["torch", str(target), "cpu"], ["pdserve", str(target), EXTRAS, "0"]):
-        done = subprocess.run(
-            ["deploy/docker/build.sh", *part],
-            cwd=source,
-            env=environ,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    for part in (["torch", str(target), "cpu"], ["pdserve", str(target), extras, model]):
+        command = ["deploy/docker/build.sh", *part]
+        done = subprocess.run(command, cwd=source, env=environ, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     return target
 
@@ -161,6 +158,19 @@ def test_it_serves_without_rights_a_compiler_or_a_writable_root(prefix: Path, co
     if type(container) is not Host:
         told = container.run(["python", "-c", PROBE], image_environment(prefix))
         assert told.split() == ["10001", "read-only", "noexec"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_everything_fetched_and_compiled_serves(container: Host) -> None:
+    """As the image is built, its extras, the default model and every kind of CPU: minutes."""
+    folder = Path(tempfile.mkdtemp(prefix="pdserve-image-", dir="/var/tmp"))
+    try:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        target = build(folder, environ, f"{EXTRAS},cluster", "1")
+        assert "Paris" in container.run(["python", "-c", SERVE], image_environment(target))
+    finally:
+        shutil.rmtree(folder)
 
 
 PROBE = """

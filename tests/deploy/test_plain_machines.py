@@ -70,6 +70,11 @@ class Fleet:
         on.terminate(process)
         return process.wait(END_S)
 
+    def stop_command(self, name: str, on: Host) -> str:
+        """What a unit's own command for its end prints."""
+        found = unit(name)
+        return on.run(found.stop_command, self._environ(found))
+
     def ask(self, *command: str) -> str:
         """What a client command prints, run on the head's machine with a client's certificate."""
         certs = self.config / "client"
@@ -161,6 +166,7 @@ def test_it_ends_as_systemd_ends_it(fleet: Fleet) -> None:
     assert fleet.end("pdserve-fleet", fleet.head) == 0
     assert "stopped" in (fleet.logs / "pdserve-fleet.log").read_text()
     assert fleet.end("pdserve-router", fleet.head) == 0
+    assert "no worker is left on the node" in fleet.stop_command("pdserve-ray-node", fleet.node)
     fleet.end("pdserve-ray-node", fleet.node)
     fleet.end("pdserve-ray-head", fleet.head)
     until(lambda: not fleet.head.left() and not fleet.node.left(), "all processes to end")

@@ -41,6 +41,12 @@ class Unit:
         return [words[0].removeprefix(PROGRAMS), *words[1:]]
 
     @property
+    def stop_command(self) -> list[str]:
+        """What it runs before it is stopped, the program without its folder."""
+        words = shlex.split(self.one("ExecStop"))
+        return [words[0].removeprefix(PROGRAMS), *words[1:]]
+
+    @property
     def environment(self) -> dict[str, str]:
         """Its own variables, without those of pdserve.env."""
         pairs = [pair for line in self.settings.get("Environment", []) for pair in shlex.split(line)]
