@@ -26,6 +26,7 @@ WIDTH_INCHES, ROW_INCHES, HEAD_INCHES, DPI = 14.0, 2.3, 0.5, 75
 _COLOURS = {Colour.GOOD: "#2f9e44", Colour.WARNING: "#e8890c", Colour.BAD: "#d6336c"}
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 _MAX_LEGEND = 8
+_TICKS_S = (15, 30, 60, 120, 300, 600, 1800, 3600, 10_800, 21_600, 86_400)
 
 
 def draw(dashboard: Dashboard, recording: Recording, file: Path) -> None:
@@ -35,11 +36,12 @@ def draw(dashboard: Dashboard, recording: Recording, file: Path) -> None:
     except ImportError:
         raise ConfigError("a picture needs matplotlib: pip install 'pdserve[bench]'") from None
     rows = list(_rows(dashboard.panels))
-    height = ROW_INCHES * len(rows) + HEAD_INCHES
+    tall = [0.5 if all(panel.kind is Kind.STAT for panel in row) else 1.0 for row in rows]
+    height = ROW_INCHES * sum(tall) + HEAD_INCHES
     figure = Figure(figsize=(WIDTH_INCHES, height))
     figure.suptitle(_title(dashboard, recording), fontsize=11, y=1 - 0.1 / height, va="top")
     grid = figure.add_gridspec(
-        len(rows), COLUMNS, left=0.055, right=0.985, hspace=0.45, wspace=3.0,
+        len(rows), COLUMNS, left=0.055, right=0.985, hspace=0.5, wspace=3.0, height_ratios=tall,
         bottom=0.35 / height, top=1 - (HEAD_INCHES + 0.25) / height,
     )  # fmt: skip
     for number, row in enumerate(rows):
@@ -159,11 +161,13 @@ def _legend(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def _scales(axes: Axes, panel: Panel, recording: Recording) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
-    axes.set_xlim(0, max(recording.end_s - recording.begin_s, 1.0))
-    axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds / 60:g} min"))
+    span_s = max(recording.end_s - recording.begin_s, 1.0)
+    axes.set_xlim(0, span_s)
+    between_s = next((step for step in _TICKS_S if span_s / step <= 6), span_s)
+    axes.xaxis.set_major_locator(MultipleLocator(between_s))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds / 60:.3g} min"))
     if panel.kind is not Kind.HEATMAP:
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _shown(value, panel.unit)))
