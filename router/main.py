@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from pdserve import failpoints
 from pdserve.clock import Clock, MonotonicClock
+from pdserve.config.addresses import advertised
 from pdserve.config.tls import tls_source
 from pdserve.obs.port import MetricsPort, Page
 from pdserve.rpc.guard import AccessGuard
@@ -77,6 +78,14 @@ class Router:
         return self._metrics.port if self._metrics is not None else None
 
     @property
+    def metrics_url(self) -> str:
+        """Where the metrics and `/targets` are; empty if they are off."""
+        return f"http://{advertised(self._metrics_address())}" if self._metrics is not None else ""
+
+    def _metrics_address(self) -> str:
+        return f"{self._config.host}:{self.metrics_port}"
+
+    @property
     def http_url(self) -> str:
         """Where the HTTP API is; empty if it is off."""
         return self._http.url if self._http is not None else ""
@@ -99,8 +108,7 @@ class Router:
 
     def _targets(self) -> Page:
         """What Prometheus should scrape. Called on a thread of the metrics port."""
-        address = f"{self._config.host}:{self.metrics_port}"
-        return targets(address, self.hub.roster.members(), self._config.fleet_metrics)
+        return targets(self._metrics_address(), self.hub.roster.members(), self._config.fleet_metrics)
 
     def _on_ready(self, ready: bool) -> None:
         if ready == self._ready:

@@ -34,6 +34,8 @@ def run(config: object, parent: int, ready_fd: int) -> int:
         print(f"router listens on {router.address}", flush=True)
         if router.http_url:
             print(f"HTTP API on {router.http_url}/v1", flush=True)
+        if router.metrics_url:
+            print(f"metrics on {router.metrics_url}/metrics", flush=True)
         told = {"address": router.address, "metrics_port": router.metrics_port, "http_url": router.http_url}
         _tell(ready_fd, told)
 

@@ -37,7 +37,7 @@ class Scraped(Prometheus):
     def until_all_up(self, instances: int) -> None:
         """Returns when it has scraped so many processes since now."""
         now = time.time()
-        self.until(f"count(timestamp(up == 1) > {now})", lambda found: values(found) == [instances])
+        self.until(f"count((timestamp(up) and up == 1) > {now})", lambda found: values(found) == [instances])
 
 
 def values(found: list[Series]) -> list[float]:
