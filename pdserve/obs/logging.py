@@ -123,13 +123,14 @@ def _json(_logger: Any, _name: str, event: Event) -> str:
 
 
 def _text(_logger: Any, _name: str, event: Event) -> str:
-    """One line for people: time (UTC), level, service, message and the fields as name=value."""
+    """One line for people: time (UTC), level, service, message and the fields as name=value, without
+    empty ones."""
     del event["logger"]
     created, level, message = event.pop("time"), event.pop("level"), _one_line(event.pop("message"))
     at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(created))
     traceback = str(event.pop("traceback", ""))
     service = f" {event.pop('service')}".rstrip()
-    rest = "".join(f" {k}={_quoted(v)}" for k, v in event.items())
+    rest = "".join(f" {k}={_quoted(v)}" for k, v in event.items() if v not in ("", None))
     line = f"{at}.{int(created % 1 * 1000):03}Z {level:<7}{service} {message}{rest}"
     return f"{line}\n{traceback}" if traceback else line
 

@@ -65,6 +65,20 @@ def test_text_lines_can_not_be_forged() -> None:
     assert " WARNING router a\\nb" in stream.getvalue()
 
 
+def test_every_line_says_what_its_process_is() -> None:
+    stream = io.StringIO()
+    setup_logging(form="json", service="rank", about={"worker": "d", "rank": 1}, stream=stream)
+    logging.getLogger("x").warning("late", extra=fields(worker="forged", peer="p"))
+    told = json.loads(stream.getvalue())
+    assert (told["service"], told["worker"], told["rank"], told["peer"]) == ("rank", "d", 1, "p")
+
+
+def test_what_is_empty_is_left_out_for_people() -> None:
+    log, stream = lines("text")
+    log.info("x", extra=fields(trace_id="", peer=None, pages=0))
+    assert stream.getvalue().endswith(" INFO    router x pages=0\n")
+
+
 def test_errors_are_told_by_label_and_long_values_are_cut() -> None:
     log, stream = lines("json")
     try:

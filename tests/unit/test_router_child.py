@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.cli.router_child import RouterChild, router_arguments
 from pdserve.config import ServeConfig
+from pdserve.types import Role
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,18 @@ def test_a_started_router_lists_it() -> None:
         child.kill()
     by_process = {target["labels"]["process"]: target["targets"] for target in found}
     assert by_process == {"router": [f"127.0.0.1:{child.metrics_port}"], "fleet": ["127.0.0.1:9466"]}
+
+
+def test_what_processes_tell_of_themselves_is_the_same_in_all_of_them() -> None:
+    config = ServeConfig(
+        otlp_endpoint="http://127.0.0.1:4317", trace_sample_ratio=0.25, log_format="json", log_level="DEBUG",
+        log_prompts=True,
+    )  # fmt: skip
+    flags = router_arguments(config.resolved(), None)
+    pairs = dict(itertools.pairwise(flags))
+    assert (pairs["--otlp-endpoint"], pairs["--trace-sample-ratio"]) == ("http://127.0.0.1:4317", "0.25")
+    assert (pairs["--log-format"], pairs["--log-level"]) == ("json", "DEBUG")
+    assert "--log-prompts" in flags
+    worker = config.resolved().worker(Role.DECODE, secret="", routers=(), run_dir="")
+    for name in ("otlp_endpoint", "trace_sample_ratio", "log_format", "log_level", "log_prompts"):
+        assert getattr(worker, name) == getattr(config, name)
