@@ -6,6 +6,7 @@ does, requests go on: spans wait in a bounded queue, and what does not fit there
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -19,7 +20,9 @@ from opentelemetry.trace.status import Status, StatusCode
 from pdserve import __version__
 from pdserve.obs.tracing import LEDGER, FinishedSpan, Kind, told_of
 
-EXPORT_TIMEOUT_S = 5
+EXPORT_TIMEOUT_S = 3
+CLOSE_S = 3.0
+"""How long a process that ends waits for a collector that does not answer."""
 DELAY_S = 1.0
 """A span waits at most so long for others to be sent with it."""
 _KINDS = {Kind.SERVER: SpanKind.SERVER, Kind.INTERNAL: SpanKind.INTERNAL}
@@ -42,8 +45,8 @@ class OtlpSpans:
                 **about,
             }
         )
-        exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
-        self._processor = BatchSpanProcessor(_Exporter(exporter), schedule_delay_millis=DELAY_S * 1000)
+        self._exporter = _Exporter(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S))
+        self._processor = BatchSpanProcessor(self._exporter, schedule_delay_millis=DELAY_S * 1000)
 
     def add(self, span: FinishedSpan) -> None:
         """See Spans."""
@@ -52,7 +55,10 @@ class OtlpSpans:
 
     def close(self) -> None:
         """See Spans."""
-        self._processor.shutdown()  # type: ignore[no-untyped-call]
+        ending = threading.Thread(target=self._processor.shutdown, name="last spans", daemon=True)
+        ending.start()
+        ending.join(CLOSE_S)
+        self._exporter.give_up()
 
 
 class _Waiting(ReadableSpan):
@@ -72,9 +78,16 @@ class _Exporter(SpanExporter):
     def __init__(self, inner: OTLPSpanExporter) -> None:
         self._inner = inner
         self._scope = InstrumentationScope("pdserve", __version__)
+        self._given_up = False
+
+    def give_up(self) -> None:
+        """Sends nothing from now on. Any thread."""
+        self._given_up = True
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """See SpanExporter."""
+        if self._given_up:
+            return SpanExportResult.FAILURE
         return self._inner.export([self._whole(span) for span in spans if isinstance(span, _Waiting)])
 
     def shutdown(self) -> None:

@@ -68,10 +68,13 @@ class Spans(Protocol):
 
 
 class WallClock:
-    """Turns stamps of this process's monotonic clock into seconds since 1970, as they are now."""
+    """Turns stamps of this process's monotonic clock into seconds since 1970, as they are now. Between two
+    looks a thread may have to wait: the closest pair of a few counts."""
 
     def __init__(self) -> None:
-        self._offset_s = time.time() - clock.monotonic()
+        looks = [(clock.monotonic(), time.time(), clock.monotonic()) for _ in range(3)]
+        before, now, after = min(looks, key=lambda look: look[2] - look[0])
+        self._offset_s = now - (before + after) / 2
 
     def at(self, monotonic_s: float) -> float:
         """Seconds since 1970."""

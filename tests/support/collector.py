@@ -80,11 +80,11 @@ class Collector(service_pb2_grpc.TraceServiceServicer):
 
 
 @contextmanager
-def collector() -> Iterator[Collector]:
-    """A running one; its address is the endpoint to configure."""
-    with ThreadPoolExecutor(2) as threads:
+def collector(found: Collector | None = None) -> Iterator[Collector]:
+    """A running one, this one if it is given; its address is the endpoint to configure."""
+    found = found or Collector()
+    with ThreadPoolExecutor(8) as threads:
         server = grpc.server(threads)
-        found = Collector()
         service_pb2_grpc.add_TraceServiceServicer_to_server(found, server)
         found.address = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
