@@ -16,8 +16,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdserve.cli.prometheus import Series
+from pdserve.cli.recording import legend
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.fleet.cluster import joined_ray
 from pdserve.fleet.handle import FleetHandle
@@ -25,8 +28,12 @@ from pdserve.fleet.placement import workers_on
 from pdserve.fleet.port import fleet_port
 from pdserve.fleet.spec import CONTROL_RESOURCE, FleetSpec
 from pdserve.fleet.watch import FleetWatch
+from pdserve.obs.dashboards.workers import WORKERS
+from pdserve.obs.port import serve_metrics
 from pdserve.types import Role
+from router.targets import targets
 from tests.support.fleets import LIMIT_S, make_spec, pids, until
+from tests.support.prometheus import Scraped, prometheus
 from tests.support.raycluster import RayCluster, ray_cluster
 from tests.support.raycluster import until as wait
 
@@ -124,6 +131,10 @@ def test_the_port_tells_of_readiness_and_restarts(cluster: RayCluster, joined: s
         port = stack.enter_context(fleet_port(watch, 0, "127.0.0.1")).port
         wait(lambda: get(port, "/readyz") == 200, "ready")
         assert get(port, "/livez") == 200
+        scraped = stack.enter_context(watching(tmp_path, port))
+        until_panel(scraped, "Restarts", {"decode": 0, "prefill": 0})
+        until_panel(scraped, "Workers wanted", {"decode": 1})
+        until_panel(scraped, "Ray actors by state", {"decode serving": 1, "prefill serving": 0})
         before = series(port)
         assert before["pdserve_fleet_wanted_workers", ("decode",)] == 1
         assert before["pdserve_fleet_workers", ("decode", "serving")] == 1
@@ -134,6 +145,31 @@ def test_the_port_tells_of_readiness_and_restarts(cluster: RayCluster, joined: s
         wait(lambda: get(port, "/readyz") == 200, "ready again")
         assert series(port)["pdserve_fleet_restarts_total", ("decode",)] == 1
         assert series(port)["process_resident_memory_bytes", ()] > 0
+        until_panel(scraped, "Restarts", {"decode": 1, "prefill": 0})
+
+
+@contextlib.contextmanager
+def watching(directory: Path, port: int) -> Iterator[Scraped]:
+    """A Prometheus that finds the fleet's port in a router's list."""
+    listed = {"/targets": lambda: targets("127.0.0.1:1", (), (f"127.0.0.1:{port}",))}
+    server = serve_metrics(0, registry=CollectorRegistry(), pages=listed)
+    (directory / "prometheus").mkdir()
+    try:
+        with prometheus(directory / "prometheus", f"http://127.0.0.1:{server.port}/targets") as scraped:
+            yield scraped
+    finally:
+        server.close()
+
+
+def until_panel(scraped: Scraped, title: str, want: dict[str, int]) -> None:
+    """Waits until the lines of a panel of the workers' dashboard are these, whole numbers all of them."""
+    (query,) = next(panel for panel in WORKERS.panels if panel.title == title).queries
+
+    def shown(found: list[Series]) -> bool:
+        lines = {legend(query.legend, each): round(each.points[-1][1]) for each in found}
+        return all(lines.get(line) == value for line, value in want.items())
+
+    scraped.until(query.promql("1h"), shown)
 
 
 def get(port: int, path: str) -> int:

@@ -38,7 +38,7 @@ STAGES = (
     held.a_page_changes,
     held.workers_come_and_go,
 )
-_RAY = "needs Ray: `pdserve fleet`, which keeps workers there, tells it"
+_RAY = "needs Ray; it moves in test_fleet_client, by the same panel's query"
 _EXPERTS = "needs experts over ranks; they move in test_rebalance_fleet"
 STILL = {
     "decode/Refusals": "routers send nothing to a full worker; test_worker_metrics counts them",
