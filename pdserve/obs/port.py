@@ -6,12 +6,16 @@ Here: a server of its own on threads, so that a busy process still answers. Not 
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from socket import AF_INET, AF_INET6
+from io import StringIO
+from socket import AF_INET, AF_INET6, SHUT_RDWR, socket
 from socketserver import ThreadingMixIn
-from threading import Thread
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -22,8 +26,13 @@ from pdserve.errors import ConfigError
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication
 
+log = logging.getLogger(__name__)
+
 READ_TIMEOUT_S = 10.0
 """A caller may take so long for its request line or to read a part of the answer."""
+MAX_CALLERS = 32
+"""Connections at once. One more, and the oldest is cut: who dawdles locks nobody out, and takes no file
+descriptors and threads from the requests that the process is there for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +47,43 @@ class Page:
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, *about: Any) -> None:
+        self._lock = Lock()
+        self._callers: dict[socket, None] = {}
+        self._num_served = 0
+        super().__init__(*about)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Starts a caller's thread; on the listening thread."""
+        oldest = None
+        with self._lock:
+            self._num_served += 1
+            self._callers[request] = None
+            full = self._num_served > 2 * MAX_CALLERS  # those cut have not all noticed yet
+            if len(self._callers) > MAX_CALLERS:
+                oldest = next(iter(self._callers))
+                del self._callers[oldest]
+        if oldest is not None:
+            with suppress(OSError):
+                oldest.shutdown(SHUT_RDWR)
+        if full:
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """The end of every caller, once."""
+        with self._lock:
+            self._num_served -= 1
+            self._callers.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A caller that went away or took too long is no news."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            log.exception("a call to a metrics port failed")
 
 
 class _Server6(_Server):
@@ -53,6 +99,10 @@ class _Handler(WSGIRequestHandler):
     def address_string(self) -> str:
         """The number: no name server is asked."""
         return str(self.client_address[0])
+
+    def get_stderr(self) -> Any:
+        """Nowhere: `_app` logs what fails, and callers that do not read are no news."""
+        return StringIO()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +148,14 @@ def serve_metrics(
 
 def _app(metrics: WSGIApplication, pages: Mapping[str, Callable[[], Page]]) -> WSGIApplication:
     def answer(environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
+        try:
+            return asked(environ, start)
+        except Exception:
+            log.exception("a page of a metrics port failed")
+            body = b"this could not be made; the log says why\n"
+            return told(Page(body=body, status=HTTPStatus.INTERNAL_SERVER_ERROR), environ, start)
+
+    def asked(environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
         path, method = environ.get("PATH_INFO", ""), environ.get("REQUEST_METHOD", "")
         if method not in ("GET", "HEAD"):
             page = Page(body=b"only GET\n", status=HTTPStatus.METHOD_NOT_ALLOWED)
@@ -107,9 +165,12 @@ def _app(metrics: WSGIApplication, pages: Mapping[str, Callable[[], Page]]) -> W
             page = make()
         else:
             page = Page(body=b"there is nothing here; see /metrics\n", status=HTTPStatus.NOT_FOUND)
+        return told(page, environ, start)
+
+    def told(page: Page, environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
         status = HTTPStatus(page.status)
         headers = [("Content-Type", page.content), ("Content-Length", str(len(page.body)))]
         start(f"{status.value} {status.phrase}", headers)
-        return [b"" if method == "HEAD" else page.body]
+        return [b"" if environ.get("REQUEST_METHOD") == "HEAD" else page.body]
 
     return answer
