@@ -7,6 +7,7 @@ what one run of a request counts (`run_metrics`).
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import Histogram
@@ -21,6 +22,8 @@ from pdserve.obs.metrics import MetricSet, Readings
 from pdserve.obs.port import MetricsPort, Page, serve_metrics
 from pdserve.obs.vllm import VllmFacts, VllmNames
 from pdserve.types import FinishReason, Ledger, Phase, Usage
+
+log = logging.getLogger(__name__)
 
 MODES = names.MODE.values
 _INTERNAL = "internal"
@@ -64,11 +67,11 @@ class RouterMetrics:
 
     def shed(self, reason: str) -> None:
         """Counts a request without room or time; one of `SHED_REASONS`."""
-        self._set.counter(names.SHED, reason=reason).inc()
+        self._count(names.SHED, reason=reason)
 
     def auth_failure(self, reason: str) -> None:
         """Counts a caller that was not let in; one of `router.auth.refusals.Reason`."""
-        self._set.counter(names.AUTH_FAILURES, reason=reason).inc()
+        self._count(names.AUTH_FAILURES, reason=reason)
 
     def finished(self, mode: str, seconds: float, usage: Usage) -> None:
         """Observes a request that finished. seconds: from its admission."""
@@ -79,7 +82,14 @@ class RouterMetrics:
     def objective(self, name: str, seconds: float) -> None:
         """Counts whether a finished request met an objective, "ttft" or "itl"."""
         met = "yes" if seconds <= self._slo[name] else "no"
-        self._set.counter(names.SLO_REQUESTS, objective=name, met=met).inc()
+        self._count(names.SLO_REQUESTS, objective=name, met=met)
+
+    def _count(self, metric: Metric, **labels: str) -> None:
+        """One more; without a series of that name none: no metric may end a request."""
+        try:
+            self._set.counter(metric, **labels).inc()
+        except KeyError:
+            log.error("%s has no series %s", metric.name, labels)
 
     def prompt(self, usage: Usage, ledger: Ledger | None = None) -> None:
         """Counts a prompt's tokens, and where their pages came from. ledger: None for one that was only
@@ -87,7 +97,7 @@ class RouterMetrics:
         self.tokens["prompt"].inc(usage.prompt_tokens)
         self.tokens["cached"].inc(usage.cached_tokens)
         if ledger is None:
-            self._sources["computed"].inc(usage.prompt_tokens - usage.cached_tokens)
+            self._sources["computed"].inc(max(0, usage.prompt_tokens - usage.cached_tokens))
             self._sources["hit_prefill"].inc(usage.cached_tokens)
             return
         here = ledger.decode_computed_prompt_tokens

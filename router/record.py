@@ -17,6 +17,7 @@ from pdserve.obs.logging import MAX_VALUE_CHARS, fields
 from pdserve.obs.tracecontext import PARENT, TraceContext, new_trace
 from pdserve.obs.tracing import FinishedSpan, Kind, Value, WallClock, spans_of
 from pdserve.types import FinishReason, Ledger, Span, Usage
+from router.validate import MAX_LABEL_BYTES
 
 log = logging.getLogger("pdserve.router")
 
@@ -95,7 +96,7 @@ class _Record:
         trace, spans = self.trace, self._recorder.spans
         if spans is None or trace is None or not trace.sampled:
             return
-        asked = self._asked_model or model
+        asked = self._asked_model[:MAX_LABEL_BYTES] or model
         failed = "" if outcome in _FINISHED else outcome
         begin = (wall := WallClock()).at(self.began_at)
         attributes: dict[str, Value] = {
@@ -178,11 +179,12 @@ class TextsRecord(_Record):
 
 
 def _asked(source: GenerateInput) -> dict[str, Value]:
-    """What the client asked for; defaults are not told."""
+    """What the client asked for; defaults are not told. Nothing need have been checked: a span waits for its
+    collector, and what waits is bounded."""
     kind = "text" if source.sampling.grammar is None else "json"
     found: dict[str, Value] = {"gen_ai.output.type": kind}
     if source.client_request_id:
-        found["pdserve.client_request_id"] = source.client_request_id
+        found["pdserve.client_request_id"] = source.client_request_id[:MAX_LABEL_BYTES]
     if source.n > 1:
         found["gen_ai.request.choice.count"] = source.n
     for name in _ASKED:

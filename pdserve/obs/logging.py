@@ -132,7 +132,8 @@ def _text(_logger: Any, _name: str, event: Event) -> str:
     service = f" {event.pop('service')}".rstrip()
     rest = "".join(f" {k}={_quoted(v)}" for k, v in event.items() if v not in ("", None))
     line = f"{at}.{int(created % 1 * 1000):03}Z {level:<7}{service} {message}{rest}"
-    return f"{line}\n{traceback}" if traceback else line
+    more = "".join(f"\n  {_one_line(each)}" for each in traceback.splitlines())
+    return line + more
 
 
 def _plain(value: Any) -> Any:

@@ -18,8 +18,9 @@ from pdserve.obs.catalogue import Kind, Label, Metric, fleet, router, worker
 from pdserve.obs.catalogue.kinds import PAGE_STATES
 from pdserve.obs.metrics import MetricSet, Readings, kv_utilization, pages_by_state
 from pdserve.obs.port import MetricsPort, Page, serve_metrics
-from pdserve.types import WorkerLoad
+from pdserve.types import Usage, WorkerLoad
 from router.auth.refusals import Reason
+from router.metrics import RouterMetrics
 
 LOAD = WorkerLoad(num_pages=8, free_pages=4, evictable_pages=1, sealed_pages=3)
 
@@ -131,3 +132,12 @@ def test_names_labels_and_help_are_as_prometheus_wants_them() -> None:
 def test_closed_sets_are_those_of_the_code() -> None:
     assert set(router.AUTH_REASONS) == {str(reason) for reason in Reason}
     assert set(fleet.SLOT_STATE.values) == {str(state) for state in SlotState}
+
+
+def test_a_reason_that_is_not_declared_ends_no_request() -> None:
+    metrics = RouterMetrics()
+    metrics.shed("unforeseen")
+    metrics.auth_failure("unforeseen")
+    metrics.outcome("unforeseen")
+    metrics.prompt(Usage(prompt_tokens=1, cached_tokens=2))
+    assert metrics.traffic().failed_requests == 1

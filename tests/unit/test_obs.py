@@ -65,6 +65,18 @@ def test_text_lines_can_not_be_forged() -> None:
     assert " WARNING router a\\nb" in stream.getvalue()
 
 
+def test_a_failures_own_words_can_not_pass_for_lines() -> None:
+    log, stream = lines("text")
+    try:
+        raise ValueError("x\n2026-01-01 ERROR router forged\x1b[2J")
+    except ValueError:
+        log.exception("failed")
+    first, *more = stream.getvalue().splitlines()
+    assert first.endswith("failed error=ValueError")
+    assert all(line.startswith("  ") for line in more)
+    assert "\x1b" not in stream.getvalue()
+
+
 def test_every_line_says_what_its_process_is() -> None:
     stream = io.StringIO()
     setup_logging(form="json", service="rank", about={"worker": "d", "rank": 1}, stream=stream)

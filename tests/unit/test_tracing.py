@@ -279,6 +279,18 @@ def test_a_stuck_collector_holds_up_neither_requests_nor_the_end() -> None:
 # -- off, and not to be had -------------------------------------------------------------------------------
 
 
+def test_what_waits_of_a_refused_request_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept()
+    recorder = Recorder(RouterConfig(), "r")
+    recorder.spans = kept
+    long = "m" * 1_000_000
+    source = GenerateInput(prompt="p", model=long, client_request_id=long)
+    recorder.begin(source, 0.0).ended("unknown_model", "t", None, model="small", now=1.0)
+    recorder.begin_texts("score", long, 0.0).ended("unknown_model", "t", None, model="small", now=1.0)
+    assert len(kept.spans) == 2
+    assert max(len(repr(span)) for span in kept.spans) < 2000
+
+
 def test_an_endpoint_that_can_not_be_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="otlp_endpoint: begins with http"):
         spans_of(RouterConfig(otlp_endpoint="localhost:4317"), "s", "i")
@@ -292,6 +304,7 @@ _OFF = """
 import sys
 import prefill_worker.service, decode_worker.service, pdserve.worker.engine
 from router.config import RouterConfig
+from router.record import Recorder
 from router.main import Router
 from router.record import Recorder
 from pdserve.api import GenerateInput
