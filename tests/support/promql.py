@@ -10,8 +10,6 @@ from pdserve.obs.catalogue import BY_NAME, Kind
 
 _SELECTOR = re.compile(r"\b((?:pdserve|process)_\w+)(?:\{([^}]*)\})?")
 _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
-TARGET_LABELS = frozenset({"namespace", "job", "instance"})
-"""What Prometheus itself puts on a series."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -77,14 +76,6 @@ class RayCluster:
                 ],
                 env=self.environ(), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             )  # fmt: skip
-
-    def stop_node(self, name: str, patience_s: float = 20.0) -> None:
-        """Ends a node and all its processes."""
-        process = self.nodes.pop(name)
-        ours = family(process.pid)
-        process.send_signal(signal.SIGTERM)
-        end(ours, patience_s)
-        process.wait()
 
     def stop(self) -> None:
         """Ends everything, at once."""
