@@ -183,7 +183,8 @@ class ServeConfig(FleetSettings):
     )
     worker_metrics_port: int | None = setting(
         0,
-        help="Port of each worker's Prometheus metrics; 0: any free one; routers list them for Prometheus.",
+        help="Port of each worker's Prometheus metrics, which routers list for Prometheus; 0: any free one; "
+        "auto: none.",
         minimum=0,
         maximum=65535,
     )

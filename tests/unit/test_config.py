@@ -100,6 +100,17 @@ def test_beyond_loopback_is_possible_when_asked_for() -> None:
     assert ServeConfig(host="127.0.0.9").resolved().host == "127.0.0.9"
 
 
+@pytest.mark.parametrize(("flag", "port"), [({}, 0), ({"worker_metrics_port": "9465"}, 9465)])
+def test_workers_have_a_port_of_metrics_unless_told_otherwise(flag: dict[str, object], port: int) -> None:
+    def of_worker(flags: dict[str, object]) -> int | None:
+        serve = resolve(ServeConfig, flags=flags).config.resolved()
+        config = serve.worker(Role.DECODE, secret="ab" * 32, routers=("127.0.0.1:5",), run_dir="/r")
+        return config.metrics_port
+
+    assert of_worker(flag) == port
+    assert of_worker({"worker_metrics_port": "auto"}) is None
+
+
 def test_worker_config_survives_json_and_hides_its_secret() -> None:
     serve = ServeConfig(deterministic=True, transport="tcp", threads=2).resolved()
     config = serve.worker(Role.PREFILL, secret="ab" * 32, routers=("127.0.0.1:5",), run_dir="/r")
