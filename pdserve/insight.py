@@ -9,6 +9,15 @@ from pdserve.types import Ledger, ModelLimits, Usage, WorkerLoad, WorkerRecord
 _NO_USAGE, _NO_LEDGER = Usage(), Ledger()
 
 
+def worker_state(load: WorkerLoad, *, suspect: bool) -> str:
+    """What a router thinks of a worker, in a word: "suspect", "draining", "ready" or "not ready"."""
+    if suspect:
+        return "suspect"
+    if load.draining:
+        return "draining"
+    return "ready" if load.ready else "not ready"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """The model a router serves."""
@@ -33,12 +42,8 @@ class WorkerStatus:
 
     @property
     def state(self) -> str:
-        """What the router thinks of it, in a word: "suspect", "draining", "ready" or "not ready"."""
-        if self.suspect:
-            return "suspect"
-        if self.load.draining:
-            return "draining"
-        return "ready" if self.load.ready else "not ready"
+        """See `worker_state`."""
+        return worker_state(self.load, suspect=self.suspect)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

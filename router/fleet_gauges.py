@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from pdserve.insight import worker_state
 from pdserve.obs.catalogue import router as names
 from pdserve.obs.catalogue.kinds import AGES, PAGE_STATES
 from pdserve.obs.metrics import Readings, kv_utilization, pages_by_state
@@ -39,17 +40,14 @@ class FleetGauges:
             _experts(into, role, of_role)
 
     def _workers(self, into: Readings, role: Role, members: Sequence[Member]) -> None:
-        states = [self.state(member) for member in members]
+        states = [self._state(member) for member in members]
         for state in names.WORKER_STATES:
             into.set(names.WORKERS, states.count(state), role=role, state=state)
 
-    def state(self, member: Member) -> str:
+    def _state(self, member: Member) -> str:
         """One of `WORKER_STATES`."""
-        if self._roster.is_suspect(member):
-            return "suspect"
-        if member.load.draining:
-            return "draining"
-        return "ready" if member.load.ready else "not_ready"
+        state = worker_state(member.load, suspect=self._roster.is_suspect(member))
+        return state.replace(" ", "_")
 
     def vllm_facts(self) -> VllmFacts | None:
         """What vLLM's names need, of the fullest role; None before a worker and its model are known."""
