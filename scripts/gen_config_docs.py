@@ -12,10 +12,13 @@ TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
 
 def main(argv: list[str]) -> int:
-    """Exit code 1 when --check finds a difference."""
+    """Exit code 1 when --check finds a difference; it says so."""
     text = page(COMPONENTS)
     if "--check" in argv:
-        return 0 if TARGET.exists() and TARGET.read_text("utf-8") == text else 1
+        if TARGET.exists() and TARGET.read_text("utf-8") == text:
+            return 0
+        print("docs/configuration.md is not current: python scripts/gen_config_docs.py")
+        return 1
     TARGET.write_text(text, "utf-8")
     return 0
 

@@ -11,10 +11,13 @@ TARGET = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
 
 def main(argv: list[str]) -> int:
-    """Exit code 1 when --check finds a difference."""
+    """Exit code 1 when --check finds a difference; it says so."""
     text = page()
     if "--check" in argv:
-        return 0 if TARGET.exists() and TARGET.read_text("utf-8") == text else 1
+        if TARGET.exists() and TARGET.read_text("utf-8") == text:
+            return 0
+        print("docs/metrics.md is not current: python scripts/gen_metrics_docs.py")
+        return 1
     TARGET.write_text(text, "utf-8")
     return 0
 
