@@ -14,9 +14,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
-MAX_STATE_CHARS = 512
+MAX_STATE_CHARS, MAX_STATE_MEMBERS = 512, 32
 _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
+_MEMBER = re.compile(
+    r"([a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})"
+    r"=[ -+\--<>-~]{0,255}[!-+\--<>-~]"
+)
 _SAMPLED = 0x01
 _NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
 _IDS = 2**64
@@ -69,8 +73,13 @@ def parent_of(headers: Iterable[tuple[str, str | bytes]]) -> TraceContext | None
 
 
 def _state(states: list[str]) -> str:
+    """As it came, or "" where a member is not well formed: OpenTelemetry would log what it holds."""
     state = ",".join(each for each in states if each)
-    return state if len(state) <= MAX_STATE_CHARS and state.isascii() and state.isprintable() else ""
+    if len(state) > MAX_STATE_CHARS:
+        return ""
+    members = [member for each in state.split(",") if (member := each.strip(" \t"))]
+    well = len(members) <= MAX_STATE_MEMBERS and all(map(_MEMBER.fullmatch, members))
+    return ",".join(members) if well else ""
 
 
 def new_trace(ratio: float, trace_id: str = "") -> TraceContext:

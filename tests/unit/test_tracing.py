@@ -61,6 +61,9 @@ def test_a_parent_is_read_and_written_as_it_came() -> None:
     found = parent_of([("traceparent", PARENT), ("tracestate", "a=1"), ("tracestate", "b=2")])
     assert found == TraceContext(trace_id=TRACE, span_id=SPAN, sampled=True, state="a=1,b=2")
     assert found.headers() == (("traceparent", PARENT), ("tracestate", "a=1,b=2"))
+    spaced = parent_of([("traceparent", PARENT), ("tracestate", "a@b= 1 ,, c=2")])
+    assert spaced is not None
+    assert spaced.state == "a@b= 1,c=2"
     child = found.child()
     assert (child.trace_id, child.sampled, child.state) == (TRACE, True, "a=1,b=2")
     assert child.span_id != SPAN
@@ -90,7 +93,9 @@ def test_two_parents_are_none_and_later_versions_may_say_more() -> None:
     assert later == TraceContext(trace_id=TRACE, span_id=SPAN, sampled=True)
 
 
-@pytest.mark.parametrize("state", ["x" * 513, "a=\x07", "a=ä"])
+@pytest.mark.parametrize(
+    "state", ["a=" + "x" * 511, "a=\x07", "a=ä", "words", "A=1", "a=x=y", "a=,b=1", ",".join(["a=1"] * 33)]
+)
 def test_a_state_that_could_do_harm_is_not_passed_on(state: str) -> None:
     found = parent_of([("traceparent", PARENT), ("tracestate", state)])
     assert found is not None
