@@ -254,6 +254,15 @@ async def test_a_router_without_spans_hands_the_callers_on() -> None:
     assert [call.trace_id for call in worker.reserves] == [TRACE, ""]
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_router_records_the_share_it_was_told_to(share: float) -> None:
+    recorder = Recorder(RouterConfig(trace_sample_ratio=share), "r")
+    recorder.spans = Kept()
+    record = recorder.begin(GenerateInput(prompt="x"), monotonic())
+    assert record.trace is not None
+    assert record.trace.sampled is bool(share)
+
+
 class Stuck(Collector):
     """A collector that takes no batch before it is let go."""
 
