@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.chart import EVERYTHING, EXAMPLES, render
-from tests.support.manifests import Manifest, only, pods
+from tests.support.chart import EVERYTHING, EXAMPLES, render, template
+from tests.support.manifests import Manifest, load, only, pods, problem
 from tests.support.reach import Pod, may_reach
 
 PARTS = {
@@ -101,6 +101,23 @@ def test_only_the_gateway_reaches_routers_of_several_tenants() -> None:
     assert may_reach(policies, named["gateway"], named["router"], 50051)
     assert not may_reach(policies, named["client"], named["router"], 50051)
     assert not may_reach(policies, named["gateway"], named["decode worker"], WORKER_PORT)
+
+
+def test_helm_test_may_ask_where_only_named_clients_may() -> None:
+    asks = template("secure-multi-tenant", part="tests/generate").stdout
+    (pod,) = load(asks)
+    (policy,) = load(template("secure-multi-tenant", part="tests/policy").stdout)
+    assert problem(policy) == ""
+    assert policy["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    found = render("secure-multi-tenant")
+    named, policies = pods_of(found), policies_of(found)
+    test = Pod.of(pod)
+    assert not may_reach(policies, test, named["router"], 50051)
+    assert may_reach([*policies, policy], test, named["router"], 50051)
+    assert not may_reach([*policies, policy], named["client"], named["router"], 50051)
+    assert not may_reach([*policies, policy], test, named["decode worker"], WORKER_PORT)
+    # Without named clients every pod of the namespace may ask, this one among them.
+    assert template(part="tests/policy").returncode != 0
 
 
 def test_a_head_that_survives_reaches_its_redis_and_no_other_pod_does() -> None:

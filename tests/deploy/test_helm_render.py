@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.deploy.helm_golden import golden, path
-from tests.support.chart import CHART, EVERYTHING, EXAMPLES, helm, refused, render
+from tests.support.chart import CHART, EVERYTHING, EXAMPLES, helm, refused, render, template
 from tests.support.manifests import name_of, only, pods, problem
 from tests.support.source_tree import ROOT
 
@@ -72,6 +72,12 @@ def test_everything_is_rendered_when_asked_for() -> None:
         (("engine.threads=4",), "additional properties 'threads' not allowed"),
         (("routerSettings.api_key=abc",), "additional properties 'api_key' not allowed"),
         (("podSecurity.runAsUser=0",), "minimum: got 0, want 1"),
+        (("fullnameOverride=Demo",), "'Demo' does not match pattern"),
+        (("nameOverride=a_b",), "'a_b' does not match pattern"),
+        (("fullnameOverride=a.",), "'a.' does not match pattern"),
+        ((r"extraLabels.pdserve\.io/component=x",), "invalid propertyName 'pdserve.io/component'"),
+        ((r"extraLabels.app\.kubernetes\.io/name=x",), "invalid propertyName 'app.kub"),
+        (("tls.serverName=a b",), "'a b' does not match pattern"),
         (("tls.mode=off",), "value must be one of 'cert-manager', 'secret', 'none'"),
         (("tls.mode=secret",), "tls.secretName: with tls.mode secret name the Secret"),
         (("secrets.create=false",), "secrets.fleet: with secrets.create false name the Secret"),
@@ -113,6 +119,10 @@ def test_a_changed_setting_rolls_workers_and_a_router_setting_routers() -> None:
     usual, engine, router = marks(), marks("engine.page_size=32"), marks("routerSettings.max_queue=9")
     assert [a == b for a, b in zip(usual, engine, strict=True)] == [False, False, True]
     assert [a == b for a, b in zip(usual, router, strict=True)] == [True, True, False]
+    # What both must agree on, and what follows from it, is a setting of both.
+    for both in ("engine.kv_mixing=relaxed", "engine.precision=fast", "engine.lease_s=20"):
+        assert [a == b for a, b in zip(usual, marks(both), strict=True)] == [False, False, False], both
+    assert marks("inferencePool.enabled=true", "inferencePool.endpointPicker.name=p")[2] != usual[2]
 
 
 def test_names_stay_within_kubernetes_limits() -> None:
@@ -123,6 +133,12 @@ def test_names_stay_within_kubernetes_limits() -> None:
         assert len(manifest["metadata"]["name"]) <= room, name_of(manifest)
     # KubeRay makes names such as NAME-GROUP-worker-xxxxx and NAME-head-svc of it.
     assert len(only(manifests, "RayCluster")["metadata"]["name"]) <= 41
+
+
+def test_a_name_that_kubernetes_would_refuse_is_refused_at_once() -> None:
+    done = template(release="1demo")
+    assert "1demo-pdserve: Services and Ray clusters have names that begin with a letter" in done.stderr
+    assert render("", "fullnameOverride=demo", release="1demo")
 
 
 def test_notes_say_what_is_not_safe() -> None:
@@ -137,6 +153,8 @@ def test_notes_say_what_is_not_safe() -> None:
     assert "WARNING: neither keys nor tokens" in open_notes
     assert "WARNING" not in safe
     assert "--tls-ca ca.crt" in safe
+    assert "get secret demo-pdserve-client" in safe
+    assert "get secret demo-pdserve-node" in notes("tls.clientCertificate=false")
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -1,15 +1,15 @@
 {{/* Names. A seat's pod name is its fleet's name, at most 63 characters: so much is left for us. */}}
 {{- define "pdserve.fullname" -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | replace "." "-" | trunc 36 | trimSuffix "-" -}}
-{{- else -}}
+{{- $long := .Values.fullnameOverride -}}
+{{- if not $long -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
-{{- if contains $name .Release.Name -}}
-{{- .Release.Name | replace "." "-" | trunc 36 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name $name | replace "." "-" | trunc 36 | trimSuffix "-" -}}
+{{- $long = ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
 {{- end -}}
+{{- $full := $long | replace "." "-" | trunc 36 | trimSuffix "-" -}}
+{{- if not (regexMatch "^[a-z]" $full) -}}
+{{- fail (printf "%s: Services and Ray clusters have names that begin with a letter: give fullnameOverride one" $full) -}}
 {{- end -}}
+{{- $full -}}
 {{- end -}}
 
 {{- define "pdserve.instance" -}}
