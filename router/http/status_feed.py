@@ -6,8 +6,8 @@ What does not live here: the page and its routes (`status_page`), rates and quan
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from pdserve.api import FleetStatus, WorkerStatus
@@ -35,22 +35,24 @@ class StatusFeed:
         self._looked_at = float("-inf")
         self._newest = b""
 
-    def check_room(self) -> None:
-        """Raises Overloaded if too many watch already."""
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """A watcher's, from now on. Raises Overloaded if too many watch already."""
         if self._watchers >= MAX_WATCHERS:
             raise Overloaded("Too many watch this router already; try again later.", retry_after_s=5.0)
+        self._watchers += 1
+        try:
+            yield
+        finally:
+            self._watchers -= 1
 
     async def looks(self) -> AsyncGenerator[bytes, None]:
         """JSON objects, the first at once, then one a second until the router closes."""
-        self._watchers += 1
-        try:
-            while not self._hub.closed.is_set():
-                yield self._look()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(INTERVAL_S):
-                        await self._hub.closed.wait()
-        finally:
-            self._watchers -= 1
+        while not self._hub.closed.is_set():
+            yield self._look()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(INTERVAL_S):
+                    await self._hub.closed.wait()
 
     def _look(self) -> bytes:
         """Asks the hub once for all who want to know at about the same time."""

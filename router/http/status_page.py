@@ -15,8 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pdserve.errors import PdserveError
+from pdserve.errors import Overloaded, PdserveError
 from router.http.answer import while_there
+from router.http.errors import error_response, openai_form
 from router.http.gateway import Gateway
 from router.http.route import Handler, Route
 from router.http.status_feed import StatusFeed
@@ -43,7 +44,6 @@ def status_routes(gateway: Gateway) -> tuple[Route, ...]:
 
     async def events(gateway: Gateway, request: Request) -> Response:
         gateway.caller(request)
-        feed.check_room()
         return Updates(feed, gateway, request)
 
     return (
@@ -71,7 +71,11 @@ class Updates(Response):
         self._feed, self._gateway, self._request = feed, gateway, request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_there(self._run(send), receive)
+        try:
+            with self._feed.place():
+                await while_there(self._run(send), receive)
+        except Overloaded as error:
+            await error_response(error, openai_form)(scope, receive, send)
 
     async def _run(self, send: Send) -> None:
         headers = {**HEADERS, "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}

@@ -197,3 +197,17 @@ async def test_watchers_are_bounded_and_leave_their_place() -> None:
         async with asyncio.timeout(30):
             while not await has_room(api):
                 pass
+
+
+async def test_watchers_that_come_at_once_are_bounded_too() -> None:
+    asked = b"GET /status/events HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with served() as api:
+        host, _, port = api.url.removeprefix("http://").rpartition(":")
+        dialled = [await asyncio.open_connection(host, int(port)) for _ in range(MAX_WATCHERS + 8)]
+        for _, writer in dialled:
+            writer.write(asked)
+        told = [await reader.readline() for reader, _ in dialled]
+        for _, writer in dialled:
+            writer.close()
+    assert told.count(b"HTTP/1.1 200 OK\r\n") == MAX_WATCHERS
+    assert told.count(b"HTTP/1.1 429 Too Many Requests\r\n") == 8
