@@ -78,6 +78,7 @@ class _Entry:
 
     call: Evaluate
     cached_tokens: int = 0
+    started: bool = False
     cancelled: bool = False
     logprobs: list[TokenLogprob] = field(default_factory=list)
     total: tuple[float, ...] = ()
@@ -181,8 +182,9 @@ class EvaluateRole:
             return []
         match event:
             case Started():
+                again, entry.started = entry.started, True
                 entry.restart(event.hit_tokens)
-                return prompt_tokens("prefix_hit", event.hit_tokens)
+                return [] if again else prompt_tokens("prefix_hit", event.hit_tokens)
             case Preempted():
                 entry.restart()
                 return [Count(name="retractions")]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvtransfer.effects import AnswerEvaluate, Effect, RunStep
+from kvtransfer.measures import prompt_tokens
 from kvtransfer.session.guard import RoleContext
 from pdserve.errors import PdserveError
 from pdserve.kvcache.allocator import Holder, HolderKind
 from pdserve.kvcache.manager import PageManager
 from pdserve.messages import Evaluate, Evaluated, EvaluateParams
 from pdserve.sched.config import SchedConfig
-from pdserve.sched.plan import EvaluatedRows, SeqKind, SeqSpec, SeqStep, StepPlan, StepResult
+from pdserve.sched.plan import EvaluatedRows, SeqKind, SeqSpec, SeqStep, Started, StepPlan, StepResult
 from pdserve.sched.scheduler import StepScheduler
 from pdserve.types import Pooling, SamplingParams, TokenLogprob
 from pdserve.worker.core import WorkerCore
@@ -143,6 +144,13 @@ def test_what_is_preempted_starts_again() -> None:
     assert starts.count(0) == 2
     assert worker.answers["E:0"] == Evaluated(logprobs=whole(call(28)))
     assert worker.core.idle
+
+
+def test_what_the_cache_has_is_counted_once_though_it_starts_again() -> None:
+    worker = Worker()
+    worker.role.evaluate("E:0", call(30), 1.0)
+    told = [worker.role.seq_event(Started(seq_id="E:0", hit_tokens=16), now) for now in (1.0, 2.0)]
+    assert told == [prompt_tokens("prefix_hit", 16), []]
 
 
 def test_a_cancel_leaves_nothing_waiting_or_running() -> None:

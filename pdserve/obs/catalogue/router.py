@@ -98,7 +98,10 @@ PROMPT_TOKENS = counter(
     "worker), found in a prefix cache of prefill or of decode, transferred (these are also among computed or "
     "hit_prefill).", Label("source", PROMPT_SOURCES),
 )  # fmt: skip
-SENT_TOKENS = counter("pdserve_sent_tokens", "Tokens that went to clients.")
+SENT_TOKENS = counter(
+    "pdserve_sent_tokens", "Tokens that came from workers for clients, each once; those of beams and choices "
+    "that were dropped in the end are among them.",
+)  # fmt: skip
 DISCARDED_TOKENS = counter("pdserve_discarded_tokens", "Tokens that came after a stop text had matched.")
 IGNORED_TOKENS = counter("pdserve_ignored_tokens", "Tokens of given-up tries, and repeated ones.")
 SLO_REQUESTS = counter(

@@ -65,7 +65,7 @@ ROUTER_ALIASES = (
     _alias("num_requests_running", "Requests sent to workers.", router.RUNNING),
     _alias("num_requests_waiting", "Requests that wait for workers.", router.QUEUED),
     _alias("prompt_tokens_total", "Prompt tokens of ended requests.", router.TOKENS, "kind", ("prompt",)),
-    _alias("generation_tokens_total", "Tokens that went to clients.", router.SENT_TOKENS),
+    _alias("generation_tokens_total", "Tokens that came for clients.", router.SENT_TOKENS),
     _alias("prefix_cache_queries_total", "Prompt tokens looked up.", router.TOKENS, "kind", ("prompt",)),
     _alias("prefix_cache_hits_total", "Of those, found in a cache.", router.TOKENS, "kind", ("cached",)),
     Alias(
