@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from io import StringIO
 from socket import AF_INET, AF_INET6, SHUT_RDWR, socket
-from socketserver import ThreadingMixIn
+from socketserver import TCPServer, ThreadingMixIn
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -54,6 +54,12 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._callers: dict[socket, None] = {}
         self._num_served = 0
         super().__init__(*about)
+
+    def server_bind(self) -> None:
+        """Binds as TCPServer does: HTTPServer would ask a name server who we are, which may take long."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Starts a caller's thread; on the listening thread."""

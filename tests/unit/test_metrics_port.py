@@ -81,3 +81,16 @@ def test_a_page_that_fails_is_logged_and_told_in_one_line(
 def test_nonsense_is_refused_and_the_port_goes_on(port: MetricsPort, asked: bytes) -> None:
     assert b" 200 OK" not in answer(port, asked)
     assert b" 200 OK" in answer(port, b"GET /metrics HTTP/1.0\r\n\r\n")
+
+
+def test_no_name_server_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*about: object) -> str:
+        raise AssertionError(f"a name server was asked for {about}")
+
+    for name in ("getfqdn", "gethostbyaddr"):
+        monkeypatch.setattr(socket, name, asked)
+    serving = serve_metrics(0, registry=CollectorRegistry())
+    try:
+        assert b" 200 OK" in answer(serving, b"GET /metrics HTTP/1.0\r\n\r\n")
+    finally:
+        serving.close()
