@@ -23,8 +23,8 @@ _FLEET = (
     Panel(
         title="Ray actors by state",
         unit=Unit.COUNT,
-        description="Places for workers on Ray as fleet processes see them: waiting (for a node or the next "
-        "try), starting (loading the model), serving, retiring (draining).",
+        description="Places for workers on Ray as fleet processes see them: waiting (for the next try), "
+        "starting (waiting for a node of its own, or loading the model), serving, retiring (draining).",
         queries=(query("sum by (role, state) (pdserve_fleet_workers)", "{{role}} {{state}}"),),
         kind=Kind.STACKED,
     ),
