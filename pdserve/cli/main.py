@@ -19,6 +19,7 @@ from pdserve.cli.keys import keys_app
 from pdserve.cli.options import AsJson, ConfigFile, settings_of
 from pdserve.config import Resolved, ServeConfig
 from pdserve.errors import ConfigError, InvalidRequest, PdserveError
+from pdserve.types import Role
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -88,6 +89,23 @@ def drain(
     from pdserve.cli.drain import run
 
     raise typer.Exit(run(node, ray_address, timeout_s))
+
+
+@app.command()
+def scale(
+    role: Annotated[Role, typer.Argument(help="Whose number is to change.")],
+    count: Annotated[int, typer.Argument(min=1, help="How many workers of it there are to be.")],
+    fleet_name: Annotated[str, typer.Option(envvar="PDSERVE_FLEET_NAME", help="Of several fleets.")] = "",
+    ray_address: Annotated[
+        str,
+        typer.Option(envvar="PDSERVE_RAY_ADDRESS", help="host:port of the cluster; empty: as Ray finds it."),
+    ] = "",
+    timeout_s: Annotated[float, typer.Option(min=1.0, help="How long to wait for it, in seconds.")] = 300.0,
+) -> None:
+    """Change a running fleet's number of workers of a role; those over finish their requests first."""
+    from pdserve.cli.scale import run
+
+    raise typer.Exit(run(role, count, fleet_name, ray_address, timeout_s))
 
 
 def _router(resolved: Resolved[object], config: Path | None, parent: int = 0, ready_fd: int = -1) -> None:

@@ -228,13 +228,44 @@ def test_a_seat_that_is_killed_is_taken_over_and_at_last_its_worker_drains(
     assert (tmp_path / "left-decode-0").read_text() == f"start {worker}\ndrain {worker}\nstop {worker}\n"
 
 
+def test_a_fleet_scales_without_a_restart(cluster: RayCluster, joined: str, tmp_path: Path) -> None:
+    fleet = FleetHandle.start(seat(tmp_path, "sized"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(fleet.shutdown, 1.0)
+        first = pids(fleet.wait_serving(LIMIT_S))
+        stack.enter_context(FleetWatch(fleet).watching())
+        for count in (2, 1):
+            done = command(
+                cluster,
+                "scale",
+                "decode",
+                str(count),
+                "--fleet-name",
+                "sized",
+                "--ray-address",
+                cluster.address,
+            )
+            assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"{count} decode serving")
+            assert pids(fleet.status()).items() >= first.items()
+            assert len(pids(fleet.status())) == count
+        assert [line.split()[0] for line in (tmp_path / "sized-decode-1").read_text().splitlines()] == [
+            "start", "drain", "stop",
+        ]  # fmt: skip
+        gone = command(
+            cluster, "scale", "decode", "2", "--fleet-name", "none", "--ray-address", cluster.address
+        )
+        assert (gone.returncode, "no pdserve fleet of that name" in gone.stderr) == (1, True)
+
+
 def test_a_drained_node_gives_its_worker_to_another(cluster: RayCluster, joined: str, tmp_path: Path) -> None:
     import ray
 
     process, worker = owner(cluster, seat(tmp_path, "moved"))
     try:
         node = next(n["NodeID"] for n in ray.nodes() if workers_on(n["NodeID"]) == ["moved-decode-0"])
-        done = drain(cluster, "--node", node, "--ray-address", cluster.address, "--timeout-s", "30")
+        done = command(
+            cluster, "drain", "--node", node, "--ray-address", cluster.address, "--timeout-s", "30"
+        )
         assert (done.returncode, done.stdout) == (
             0, "draining moved-decode-0\nno worker is left on the node; 1 drained\n",
         )  # fmt: skip
@@ -246,14 +277,15 @@ def test_a_drained_node_gives_its_worker_to_another(cluster: RayCluster, joined:
 
 
 def test_drain_wants_to_know_where(cluster: RayCluster) -> None:
-    done = drain(cluster)
+    done = command(cluster, "drain")
     assert (done.returncode, done.stderr) == (
         2, "error: config_error: here: say --here, or --node and its id\n",
     )  # fmt: skip
 
 
-def drain(cluster: RayCluster, *flags: str) -> subprocess.CompletedProcess[str]:
+def command(cluster: RayCluster, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pdserve.cli", "drain", *flags],
-        env=cluster.environ(), capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, "-m", "pdserve.cli", *words],
+        env=cluster.environ() | {"PDSERVE_RAY_ADDRESS": cluster.address},
+        capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
