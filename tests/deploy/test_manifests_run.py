@@ -1,5 +1,6 @@
 """What the rendered chart starts, started: Ray, seats, workers and routers as real processes, each pod with a
-network and mounts of its own; then scaled, drained and changed under load, without one failed request.
+network and mounts of its own (root) or on loopback (others); then scaled, drained and changed under load,
+without one failed request.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Deployed:
 
     def addresses(self) -> list[str]:
         """The routers' gRPC addresses."""
-        return [f"{router.address}:50051" for router in self.routers]
+        return [f"{router.address}:{router.port(50051)}" for router in self.routers]
 
     def status(self, address: str) -> FleetStatus:
         """What one router knows."""
@@ -101,12 +102,11 @@ def deployed() -> Iterator[Deployed]:
         with kubelet(directory) as runs:
             made = Deployed(runs, manifests)
             head = made.start("RayCluster/demo-pdserve/head", "demo-pdserve-head")
-            runs.serve(f"demo-pdserve-head-svc.{DOMAIN}", head)
             made.routers = [made.start("Deployment/demo-pdserve-router", "demo-pdserve-router") for _ in "ab"]
             runs.serve(f"demo-pdserve-routers.{DOMAIN}", *made.routers)
             head.wait_ready()
             # Pods that come earlier end and are started again by their kubelet; here none may end.
-            until(lambda: listens(head.address, 10001), "Ray's client server")
+            until(lambda: listens(head.address, head.port(10001)), "Ray's client server")
             until(lambda: "Ray runtime started" in head.tail(), "Ray's head")
             # One after the other: they share two cores, and Ray gives up on what is slow to start.
             for role in ("prefill", "prefill", "decode", "decode", "decode"):
