@@ -7,7 +7,7 @@ import threading
 import time
 
 from pdserve.errors import InternalError, Unavailable
-from pdserve.fleet.cluster import joined_ray
+from pdserve.fleet.cluster import joined_ray, ray_here
 from pdserve.fleet.handle import FleetHandle
 from pdserve.fleet.nodes import close_node, this_node
 from pdserve.fleet.placement import workers_on
@@ -21,7 +21,7 @@ def run(node: str, ray_address: str, timeout_s: float) -> int:
     """Returns when no worker is left on the node, 1 if that took too long. Raises PdserveError.
 
     node: its id in hex; empty: the one we are on."""
-    with joined_ray(ray_address or "auto"):
+    with joined_ray(ray_address or ray_here()):
         node = node or this_node()
         if not close_node(node, timeout_s):
             print("Ray did not take the node out of service; a new worker may start here", flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from pdserve.fleet.cluster import joined_ray
+from pdserve.fleet.cluster import joined_ray, ray_here
 from pdserve.fleet.handle import FleetHandle, Status
 from pdserve.fleet.supervise import SlotState
 from pdserve.types import Role
@@ -16,7 +16,7 @@ LOOK_EVERY_S = 0.5
 def run(role: Role, count: int, fleet_name: str, ray_address: str, timeout_s: float) -> int:
     """Returns when exactly so many workers of the role serve and those over have ended, 1 if that took too
     long; it goes on then. Raises PdserveError."""
-    with joined_ray(ray_address or "auto"):
+    with joined_ray(ray_address or ray_here()):
         fleet = FleetHandle.find(fleet_name)
         status = fleet.scale(role, count)
         deadline = time.monotonic() + timeout_s

@@ -20,13 +20,18 @@ from pdserve.fleet.actor import WorkerActor
 from pdserve.fleet.placement import actor_options, ensure_group, remove_group
 from pdserve.fleet.spec import FleetSpec
 from pdserve.fleet.store import forget_wanted, load_wanted, running_workers, save_wanted
-from pdserve.fleet.supervise import Command, SlotState, Start, Supervisor
+from pdserve.fleet.supervise import Command, Forget, Retire, SlotState, Start, Supervisor
 from pdserve.obs.logging import fields, log_as
 from pdserve.types import Role
 
 log = logging.getLogger("pdserve.fleet")
 
 NOTE_EVERY_S = 0.5
+CREATE_PATIENCE_S = 5.0
+"""Ray makes places and actors by a word to its store; one that takes longer is not waited for at an end."""
+REJOIN_S = 180.0
+"""A controller that starts again, on a new head perhaps, waits so long for its owner, who may have lost the
+cluster too: it notices that after a minute and has to start and join again."""
 _LOST = {"label": "worker_lost", "message": "the worker's process ended"}
 _OVER = {"label": "unavailable", "message": "the worker starts again: its incarnation was over"}
 _LATE = {"label": "unavailable", "message": "the worker did not serve in time"}
@@ -47,17 +52,20 @@ class FleetController:
         )
         self._actors: dict[str, Any] = {}
         self._placed: set[str] = set()
+        self._creations: dict[str, asyncio.Future[Any]] = {}
         self._heard_at = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._version = 0
         self._closing = False
-        for worker_id, role, actor in await asyncio.to_thread(running_workers, self._spec.name):
+        running = await asyncio.to_thread(running_workers, self._spec.name)
+        for worker_id, role, actor in running:
             self._supervisor.adopt(worker_id, role, time.monotonic())
             self._spawn(self._watch(worker_id, actor))
         self._spawn(self._run())
         if self._spec.owner_lease_s:
-            self._spawn(self._end_with_owner())
+            again = REJOIN_S if running else 0.0
+            self._spawn(self._end_with_owner(max(again, self._spec.owner_lease_s)))
 
     # ---- what callers ask -------------------------------------------------------------------------
 
@@ -124,7 +132,7 @@ class FleetController:
         if command is None:
             return False
         await self._notify()
-        await self._retire(worker_id)
+        await self._go(command)
         return True
 
     async def settings(self, worker_id: str) -> str:
@@ -139,13 +147,16 @@ class FleetController:
             self._supervisor.scale(role, 0)
         slots = list(self._supervisor.slots)
         drained = await asyncio.gather(*(self._end(worker_id) for worker_id in slots))
-        await asyncio.gather(*(asyncio.to_thread(remove_group, worker_id) for worker_id in slots))
+        await asyncio.gather(*(self._give_back(worker_id) for worker_id in slots))
         return all(drained)
 
-    async def _end_with_owner(self) -> None:
-        """Drains and ends the fleet, and this actor, once its owner has been silent for the whole lease."""
+    async def _end_with_owner(self, patience_s: float) -> None:
+        """Drains and ends the fleet, and this actor, once its owner has been silent for the whole lease.
+        patience_s: for its first word."""
+        began = self._heard_at
         while not self._closing:
-            left = self._heard_at + self._spec.owner_lease_s - time.monotonic()
+            lease_s = patience_s if self._heard_at == began else self._spec.owner_lease_s
+            left = self._heard_at + lease_s - time.monotonic()
             if left <= 0:
                 log.warning("the fleet's owner is gone: it drains and ends")
                 await self.shutdown(self._spec.drain_timeout_s)
@@ -174,13 +185,21 @@ class FleetController:
         if isinstance(command, Start):
             self._spawn(self._start(command))
         else:
-            self._spawn(self._retire(command.worker_id))
+            self._spawn(self._go(command))
+
+    async def _go(self, command: Retire | Forget) -> None:
+        if isinstance(command, Retire):
+            await self._end(command.worker_id)
+        else:
+            await self._ended(command.worker_id, _LOST)
 
     async def _start(self, command: Start) -> None:
         template = self._spec.templates[command.role]
         config = dataclasses.replace(template, worker_id=command.worker_id)
+        creation = asyncio.ensure_future(asyncio.to_thread(_create, config, self._spec))
+        self._creations[command.worker_id] = creation
         try:
-            actor = await asyncio.to_thread(_create, config, self._spec)
+            actor = await creation
         except Exception as err:  # Ray raises many kinds; each means "not now"
             log.warning(
                 "a worker can not be placed: %s", type(err).__name__, extra=fields(worker=command.worker_id)
@@ -242,8 +261,10 @@ class FleetController:
         await asyncio.wait_for(_result(actor.note.remote()), limit)
         self._placed.add(worker_id)
 
-    async def _retire(self, worker_id: str) -> None:
-        await self._end(worker_id)
+    async def _give_back(self, worker_id: str) -> None:
+        """Gives the worker's place back, after a start that is under way has asked for it."""
+        if (creation := self._creations.get(worker_id)) is not None:
+            await asyncio.wait({creation}, timeout=CREATE_PATIENCE_S)
         await asyncio.to_thread(remove_group, worker_id)
 
     async def _end(self, worker_id: str) -> bool:
@@ -267,6 +288,10 @@ class FleetController:
         return bool(drained)
 
     async def _ended(self, worker_id: str, error: dict[str, str], *, retired: bool = False) -> None:
+        slot = self._supervisor.slots.get(worker_id)
+        if slot is not None and slot.state is SlotState.RETIRING:
+            # Before the slot goes: one that comes after it may have the same name.
+            await self._give_back(worker_id)
         self._supervisor.ended(worker_id, error, time.monotonic(), retired=retired)
         await self._notify()
 

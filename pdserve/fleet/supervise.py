@@ -41,7 +41,14 @@ class Retire:
     worker_id: str
 
 
-Command = Start | Retire
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget:
+    """Give this slot's place back; there is no worker in it. The slot is there until `ended` is told."""
+
+    worker_id: str
+
+
+Command = Start | Retire | Forget
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,7 +150,7 @@ class Supervisor:
         slot.start_at = now + self._backoff(slot.failures)
         self._enter(slot, SlotState.WAITING, now)
 
-    def drain(self, worker_id: str, now: float) -> Retire | None:
+    def drain(self, worker_id: str, now: float) -> Retire | Forget | None:
         """Wants this worker gone, and one fewer of its role. None: no such worker, or already going."""
         slot = self.slots.get(worker_id)
         if slot is None or slot.state is SlotState.RETIRING:
@@ -151,12 +158,12 @@ class Supervisor:
         self.wanted[slot.role] = max(0, self.wanted[slot.role] - 1)
         return self.move(worker_id, now)
 
-    def move(self, worker_id: str, now: float) -> Retire | None:
+    def move(self, worker_id: str, now: float) -> Retire | Forget | None:
         """Wants this worker gone from where it is; `due` starts another one. None: as for drain."""
         slot = self.slots.get(worker_id)
         if slot is None or slot.state is SlotState.RETIRING:
             return None
-        return next((command for command in self._retire([slot], now)), None)
+        return self._retire([slot], now)[0]
 
     def enough_serving(self) -> bool:
         """As many workers of each role serve as are wanted, whatever is on its way in or out."""
@@ -171,14 +178,13 @@ class Supervisor:
     def _of(self, role: Role) -> list[Slot]:
         return sorted((s for s in self.slots.values() if s.role is role), key=lambda s: _index(s.worker_id))
 
-    def _retire(self, slots: Iterable[Slot], now: float) -> list[Retire]:
-        commands = []
+    def _retire(self, slots: Iterable[Slot], now: float) -> list[Retire | Forget]:
+        commands: list[Retire | Forget] = []
         for slot in slots:
-            if slot.state is SlotState.WAITING:
-                del self.slots[slot.worker_id]
-                continue
+            # One that waits for its next try holds the place of its last one.
+            kind = Forget if slot.state is SlotState.WAITING else Retire
             self._enter(slot, SlotState.RETIRING, now)
-            commands.append(Retire(worker_id=slot.worker_id))
+            commands.append(kind(worker_id=slot.worker_id))
         return commands
 
     def _add(self, role: Role, count: int, now: float) -> None:

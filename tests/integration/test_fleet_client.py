@@ -26,7 +26,7 @@ from pdserve.fleet.cluster import joined_ray
 from pdserve.fleet.handle import FleetHandle
 from pdserve.fleet.placement import workers_on
 from pdserve.fleet.port import fleet_port
-from pdserve.fleet.spec import CONTROL_RESOURCE, FleetSpec
+from pdserve.fleet.spec import CONTROL_RESOURCE, FleetSpec, group_name
 from pdserve.fleet.watch import FleetWatch
 from pdserve.obs.dashboards.workers import WORKERS
 from pdserve.obs.port import serve_metrics
@@ -34,7 +34,7 @@ from pdserve.types import Role
 from router.targets import targets
 from tests.support.fleets import LIMIT_S, make_spec, pids, until
 from tests.support.prometheus import Scraped, prometheus
-from tests.support.raycluster import RayCluster, ray_cluster
+from tests.support.raycluster import RayCluster, free_ports, ray_cluster
 from tests.support.raycluster import until as wait
 
 
@@ -172,6 +172,35 @@ def until_panel(scraped: Scraped, title: str, want: dict[str, int]) -> None:
     scraped.until(query.promql("1h"), shown)
 
 
+def test_a_worker_between_two_tries_gives_its_place_back(
+    cluster: RayCluster, joined: str, tmp_path: Path
+) -> None:
+    """Else the node would be taken for good, or its successor would come up on the node that is drained."""
+    spec = seat(tmp_path, "dying", min_backoff_s=30.0)
+    dies = {role: dataclasses.replace(config, model="dies") for role, config in spec.templates.items()}
+    handle = FleetHandle.start(dataclasses.replace(spec, templates=dies))
+    try:
+        until(handle, lambda s: s["workers"] and s["workers"][0]["state"] == "waiting")
+        assert places_of("dying") == ["dying-decode-0"]
+        assert handle.move("dying-decode-0", 10.0)
+        until(handle, lambda s: [x["worker_id"] for x in s["workers"]] == ["dying-decode-1"])
+        until(handle, lambda s: s["workers"][0]["state"] == "waiting")
+        assert handle.drain("dying-decode-1")
+        until(handle, lambda s: not s["workers"])
+        assert places_of("dying") == []
+    finally:
+        handle.shutdown(1.0)
+
+
+def places_of(fleet: str) -> list[str]:
+    """Workers of a fleet that have a place, or wait for one."""
+    import ray
+
+    groups = ray.util.placement_group_table().values()
+    names = [group["name"] for group in groups if group["state"] != "REMOVED"]
+    return [name.removeprefix(group_name("")) for name in names if name.startswith(group_name(fleet))]
+
+
 def get(port: int, path: str) -> int:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
@@ -283,9 +312,17 @@ def test_drain_wants_to_know_where(cluster: RayCluster) -> None:
     )  # fmt: skip
 
 
-def command(cluster: RayCluster, *words: str) -> subprocess.CompletedProcess[str]:
+def test_drain_does_not_wait_for_a_head_that_is_gone(cluster: RayCluster) -> None:
+    (port,) = free_ports(1)
+    done = command(cluster, "drain", "--here", PDSERVE_RAY_ADDRESS="", RAY_ADDRESS=f"127.0.0.1:{port}")
+    assert (done.returncode, done.stderr) == (
+        1, "error: unavailable: ray_address: nobody listens there\n",
+    )  # fmt: skip
+
+
+def command(cluster: RayCluster, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pdserve.cli", *words],
-        env=cluster.environ() | {"PDSERVE_RAY_ADDRESS": cluster.address},
+        env=cluster.environ() | {"PDSERVE_RAY_ADDRESS": cluster.address} | variables,
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.fleet.spec import controller_name, fleet_and_role
-from pdserve.fleet.supervise import HEALTHY_AFTER_S, Retire, SlotState, Start, Supervisor
+from pdserve.fleet.supervise import HEALTHY_AFTER_S, Forget, Retire, SlotState, Start, Supervisor
 from pdserve.types import Role
 
 LOST = {"label": "worker_lost", "message": "gone"}
@@ -110,12 +110,28 @@ def test_a_moved_worker_is_replaced_under_another_name_at_once() -> None:
     assert fleet.restarts[Role.DECODE] == 0
 
 
+def test_a_slot_between_two_tries_stays_until_its_place_is_given_back() -> None:
+    fleet = make(0, 2)
+    fleet.due(0.0)
+    for worker_id in ("decode-0", "decode-1"):
+        fleet.ended(worker_id, LOST, 0.0)
+    assert fleet.move("decode-0", 0.1) == Forget(worker_id="decode-0")
+    assert fleet.move("decode-0", 0.1) is None
+    assert fleet.due(0.1) == [Start(worker_id="decode-2", role=Role.DECODE)]
+    fleet.ended("decode-0", None, 0.2)
+    assert fleet.drain("decode-1", 0.3) == Forget(worker_id="decode-1")
+    fleet.ended("decode-1", None, 0.4)
+    assert fleet.slots.keys() == {"decode-2"}
+    assert fleet.restarts[Role.DECODE] == 2
+
+
 def test_restarts_are_counted_by_role_for_good() -> None:
     fleet = make(1, 1)
     fleet.due(0.0)
     fleet.ended("decode-0", LOST, 1.0)
     fleet.scale(Role.DECODE, 0)
     fleet.due(1.0)
+    fleet.ended("decode-0", None, 1.0)
     assert fleet.slots.keys() == {"prefill-0"}
     assert (fleet.restarts[Role.DECODE], fleet.restarts[Role.PREFILL]) == (1, 0)
 
