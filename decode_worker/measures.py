@@ -60,8 +60,9 @@ def transferred(entry: Entry, outcome: str) -> list[Effect]:
 
 
 def read_again(entry: Entry, index: int) -> list[Effect]:
-    """A page is read; it may have been before, and it failed or arrived changed."""
+    """A page is read; it may have been before, and that read failed or what it brought was changed."""
     page = entry.session.pages.get(index)
     if page is None or page.reads <= 1:
         return []
+    entry.resent += 1
     return [Measure(metric=metrics.RESENT_PAGES)]

@@ -119,8 +119,6 @@ class Pulls:
         if good:
             read.entry.moved_pages += read.part == 0
             read.entry.path = path
-        elif status is ReadStatus.MISMATCH:
-            read.entry.resent += 1
         return read.entry, ReadEnded(index=read.index, status=status, digest=digest, rank=read.part)
 
     def tick(self, now: float) -> list[Effect]:

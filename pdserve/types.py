@@ -279,7 +279,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStats:
-    """What moved for one request: pages and bytes by wire, the transport's name, and pages already held."""
+    """What moved for one request: pages and bytes by wire, the transport's name, and pages already held.
+
+    resent_pages: reads after a page's first, because that failed or brought changed bytes, as workers count
+    them (`pdserve_worker_resent_pages_total`). A page that is given up and computed instead is none.
+    """
 
     path: str = ""
     pages: int = 0

@@ -95,7 +95,12 @@ TRANSFERRED_BYTES = counter(
 DIGEST_FAILURES = counter(
     "pdserve_worker_digest_failures", "Pages whose bytes did not have the announced digest.", ROLE
 )
-RESENT_PAGES = counter("pdserve_worker_resent_pages", "Pages that were asked for again.", ROLE)
+RESENT_PAGES = counter(
+    "pdserve_worker_resent_pages",
+    "Pages pulled once more, as the read before failed or brought changed bytes; what is computed instead "
+    "does not count.",
+    ROLE,
+)
 EVICTIONS = counter("pdserve_worker_evictions", "Pages taken from the prefix cache for new ones.", ROLE)
 PREEMPTIONS = counter(
     "pdserve_worker_preemptions", "Sequences that lost their pages to others and start again.", ROLE

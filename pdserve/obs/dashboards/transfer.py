@@ -119,7 +119,8 @@ _REPAIRS = (
     Panel(
         title="Pages sent again",
         unit=Unit.PER_SECOND,
-        description="Pages that were announced and pulled once more, because they did not arrive intact.",
+        description="Pages pulled once more, because the read before failed or brought changed bytes. A page "
+        "that is bad at its source is computed instead and does not count here, but as a digest failure.",
         queries=(query(rate("pdserve_worker_resent_pages_total"), "pages"),),
     ),
     Panel(

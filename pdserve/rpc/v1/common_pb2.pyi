@@ -530,6 +530,7 @@ class TransferStats(_message.Message):
     bytes: _builtins.int
     hit_pages: _builtins.int
     resent_pages: _builtins.int
+    """Reads after a page's first one, which failed or brought changed bytes."""
     def __init__(
         self,
         *,

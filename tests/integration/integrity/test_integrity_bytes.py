@@ -135,6 +135,7 @@ async def test_a_page_that_is_bad_at_the_source_is_not_sent_for_ever(bench: Benc
     came.assert_computed_by_decode()
     assert came.prefill["source_corrupt"] == 1
     assert came.decode["reads_mismatch"] == 1
+    assert came.ended.ledger.transfer.resent_pages == 0, "it was never moved again"
 
 
 async def test_swapped_pages_of_one_request(bench: Bench, way: str) -> None:
@@ -190,8 +191,8 @@ async def test_a_connection_that_breaks_in_the_middle_of_a_page(bench: Bench, wa
         bench.relay.to_decode = to_decode
     came = await bench.run(way)
     assert cut == [2]
-    came.assert_repaired(resent=0)
     assert came.decode["reads_failed"] >= 1
+    came.assert_repaired(resent=came.decode["reads_failed"])
 
 
 @pytest.mark.parametrize("change", [-1, 1, -4096], ids=["short", "long", "a-block-short"])
@@ -207,8 +208,8 @@ async def test_a_frame_of_another_length_than_a_page(bench: Bench, change: int) 
 
     bench.proxy.page = page
     came = await bench.run("tcp")
-    came.assert_repaired(resent=0)
     assert came.decode["reads_failed"] >= 1
+    came.assert_repaired(resent=came.decode["reads_failed"])
 
 
 async def test_a_pool_that_is_shorter_than_its_header_says_is_not_mapped(bench: Bench) -> None:
