@@ -1,7 +1,8 @@
 """Every panel of every dashboard moves by what a test did, in a real Prometheus over a real fleet.
 
-One story in stages (`panels_quiet`, `panels_held`): each does something known and looks at the panels that
-must show it, by the panels' own queries. What does not move here is named in `STILL`, with the reason.
+One story in stages (`panels_quiet`, `panels_held`, `panels_broken`): each does something known and looks at
+the panels that must show it, by the panels' own queries. What needs another fleet is named in `STILL`, with
+where it moves.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from pdserve.obs.dashboards import DASHBOARDS
+from tests.support import panels_broken as broken
 from tests.support import panels_held as held
 from tests.support import panels_quiet as quiet
 from tests.support.panel_story import Story
@@ -35,21 +37,19 @@ STAGES = (
     held.prompts_under_way,
     held.stalls_on_the_way,
     held.memory_runs_out,
-    held.a_page_changes,
+    broken.strangers_are_sent_away,
+    broken.words_for_nobody,
+    broken.a_page_changes,
+    broken.a_page_changes_on_the_way,
+    broken.a_read_does_not_end,
     held.workers_come_and_go,
 )
 _RAY = "needs Ray; it moves in test_fleet_client, by the same panel's query"
-_EXPERTS = "needs experts over ranks; they move in test_rebalance_fleet"
+_RANKS = "needs a worker of several ranks; it moves in test_panels_experts, by the same panel's query"
 STILL = {
-    "decode/Refusals": "routers send nothing to a full worker; test_worker_metrics counts them",
-    "memory/Old pages": "pages would have to be in one use for a minute; the same gauge's younger ones move",
-    "memory/Quarantined pages": "needs a read that does not end when its request does",
-    "requests/Tokens for nobody": "how far decode gets past a stop text is a matter of time",
-    "transfer/Fenced messages": "needs a peer of an older life that still speaks",
-    "transfer/Pages sent again": "needs bytes that change on the way; they do in test_integrity_bytes",
-    "workers/Imbalance of experts": _EXPERTS,
-    "workers/Lost ranks": "needs a worker of several ranks; it loses one in test_lost_rank",
-    "workers/Placements of experts": _EXPERTS,
+    "workers/Imbalance of experts": _RANKS,
+    "workers/Lost ranks": _RANKS,
+    "workers/Placements of experts": _RANKS,
     "workers/Ray actors by state": _RAY,
     "workers/Restarts": _RAY,
     "workers/Workers wanted": _RAY,

@@ -1,6 +1,7 @@
-"""Stages of a panel story that hold requests where gauges can see them, and that break things.
+"""Stages of a panel story that hold requests where gauges can see them, and that lose some.
 
-What does not live here: stages of plain traffic (`panels_quiet`), and comparing (`panels_seen`).
+What does not live here: stages of plain traffic (`panels_quiet`) and of peers that are wrong
+(`panels_broken`), and comparing (`panels_seen`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from pdserve.rpc.v1 import cluster_pb2, cluster_pb2_grpc
 from pdserve.types import Role
 from tests.support.panel_story import LONG, SMALL, TOKENS, Story, about
 from tests.support.panels_seen import HOUR_S
-from tests.support.processes import ForeignPool
 from tests.support.prometheus import LIMIT_S
-from tests.support.stack import channel_to
+from tests.support.stack import channel_to, usable
 from tests.support.watched import NUM_PAGES, PAGE
 
 STALL_S = 0.25
@@ -203,28 +203,11 @@ def memory_runs_out(story: Story) -> None:
     seen.between("memory/Evictions", pushed_out(), scale=HOUR_S)
 
 
-def a_page_changes(story: Story) -> None:
-    """One byte of an announced page flips in prefill's memory, before decode reads it."""
-    fleet, seen = story.fleet, story.seen
-    pool = ForeignPool(fleet.stack.workers["prefill-0"].pid)
-    before = [pool.read(page) for page in range(pool.num_pages)]
-    fleet.arm("wire=stall:2*1")
-    with fleet.client() as client:
-        stream = fleet.start(client, LONG, 2)
-        fleet.stack.until(lambda status: any(w.load.transfer_pages > LONG // PAGE for w in status.workers))
-        changed = [page for page in range(pool.num_pages) if pool.read(page) != before[page]]
-        pool.flip(changed[0], 100)
-        story.finished.append(stream.result())
-    fleet.arm("")
-    seen.shows("transfer/Digest failures", {"in an hour": 1}, close=0.2)
-
-
 def workers_come_and_go(story: Story) -> None:
     """A decode worker dies in the middle of an answer, and the one that goes on is drained."""
     fleet, seen, stack = story.fleet, story.seen, story.fleet.stack
-    stack.launch("decode-1", Role.DECODE)
     stack.wait_started("decode-1")
-    stack.until(lambda status: len(status.workers) == 3)
+    stack.until(lambda status: sorted(usable(status)) == ["decode-0", "decode-1", "prefill-0"])
     fleet.prometheus.until_all_up(4)
     fleet.arm("first_step=stall:0.1")
     with fleet.client() as client:
