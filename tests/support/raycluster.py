@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import socket
 import subprocess
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from pdserve.fleet.cluster import local_environment
 from pdserve.fleet.processes import adopt_orphans, end
 
 REPO = Path(__file__).resolve().parents[2]
@@ -97,12 +97,17 @@ def family(pid: int) -> list[psutil.Process]:
 
 @contextmanager
 def ray_cluster() -> Iterator[RayCluster]:
-    """A cluster without nodes yet, on loopback, with a token and ports of its own."""
+    """A cluster without nodes yet, on loopback, with ports of its own.
+
+    Its token is the one that every local head of this process has: Ray reads one once, for good.
+    """
     adopt_orphans()
     # Ray puts Unix sockets below: the path must be short.
     directory = Path(tempfile.mkdtemp(prefix="pdserve-ray-", dir="/tmp"))
     token = directory / "token"
-    token.write_text(secrets.token_hex(32))
+    ours: dict[str, str] = {}
+    local_environment(ours)
+    token.write_text(ours["RAY_AUTH_TOKEN"])
     token.chmod(0o600)
     port, client = free_ports(2)
     cluster = RayCluster(directory, token, f"127.0.0.1:{port}", f"127.0.0.1:{client}")
