@@ -72,7 +72,13 @@ def start(*arguments: str, group: bool = False) -> subprocess.Popen[str]:
         text=True,
         env=environ,
         start_new_session=group,
+        preexec_fn=_with_a_terminal if group else None,
     )
+
+
+def _with_a_terminal() -> None:
+    """Also where the tests run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> list[str]:
