@@ -31,7 +31,7 @@ class Up:
     process: subprocess.Popen[str]
     address: str
     lines: list[str]
-    collector: Collector
+    collector: Collector | None = None
 
     def tree(self) -> list[psutil.Process]:
         """It and all its descendants."""
@@ -51,10 +51,11 @@ class Up:
 
 
 def start(*arguments: str, group: bool = False) -> subprocess.Popen[str]:
-    """group: in a process group of its own, as a terminal would start it."""
+    """group: in a process group of its own, as a terminal would start it, also where we run under nohup."""
     environ = {n: v for n, v in os.environ.items() if not n.startswith(("PDSERVE_", "RAY_"))}
     return subprocess.Popen(
         [
+            *(("env", "--default-signal=HUP") if group else ()),
             sys.executable,
             "-m",
             "pdserve.cli",
@@ -72,13 +73,7 @@ def start(*arguments: str, group: bool = False) -> subprocess.Popen[str]:
         text=True,
         env=environ,
         start_new_session=group,
-        preexec_fn=_with_a_terminal if group else None,
     )
-
-
-def _with_a_terminal() -> None:
-    """Also where the tests run under nohup."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> list[str]:
@@ -190,6 +185,7 @@ def test_spans_come_from_the_router_and_from_workers_on_ray(up: Up) -> None:
     trace_id = "5e" * 16
     with Client(up.address, metadata={"traceparent": f"00-{trace_id}-{'1' * 16}-01"}) as client:
         client.generate("Once", max_tokens=4, ignore_eos=True, no_prefix_cache=True).result()
+    assert up.collector is not None
     found = [(s.service, s.name.split(" ")[0]) for s in up.collector.trace(trace_id, 4)]
     assert found == [
         ("pdserve-router", "text_completion"),
