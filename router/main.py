@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from pdserve import failpoints
 from pdserve.clock import Clock, MonotonicClock
-from pdserve.config.addresses import advertised
+from pdserve.config.addresses import advertised, host_port
 from pdserve.config.tls import tls_source
 from pdserve.obs.port import MetricsPort, Page
 from pdserve.rpc.guard import AccessGuard
@@ -83,7 +83,7 @@ class Router:
         return f"http://{advertised(self._metrics_address())}" if self._metrics is not None else ""
 
     def _metrics_address(self) -> str:
-        return f"{self._config.host}:{self.metrics_port}"
+        return host_port(self._config.host, self.metrics_port or 0)
 
     @property
     def http_url(self) -> str:

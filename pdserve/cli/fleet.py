@@ -40,8 +40,8 @@ def run(config: ServeConfig) -> int:
             watch = stack.enter_context(watching(fleet, config))
             with telling_logs(logs):
                 wait_workers(fleet, config, phases)
+            signals.serving()  # whoever reads that we are ready may stop us at once
             print(f"ready after {phases.summary()}; Ctrl-C drains and stops", flush=True)
-            signals.serving()
             while not signals.requested.wait(LOOK_EVERY_S):
                 if watch.lost():
                     fleet.abandon()

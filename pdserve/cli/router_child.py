@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.config import ServeConfig
-from pdserve.config.addresses import advertised
+from pdserve.config.addresses import advertised, host_port
 from pdserve.config.resolve import variable
 from pdserve.config.telemetry import TelemetrySettings
 from pdserve.errors import BY_LABEL, InternalError, Unavailable
@@ -119,7 +119,7 @@ def router_arguments(config: ServeConfig, file: Path | None) -> list[str]:
             [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
         )
     if config.fleet_port:  # so that the router lists us for Prometheus; 0 is known too late
-        flags += ["--fleet-metrics", advertised(f"{config.host}:{config.fleet_port}")]
+        flags += ["--fleet-metrics", advertised(host_port(config.host, config.fleet_port))]
     if config.api_key_file:
         flags += ["--api-key-file", config.api_key_file]
     if config.http is not None:

@@ -17,7 +17,7 @@ from pdserve.cli.stopping import StopSignals
 from pdserve.cli.workers import describe, ray_of, start_workers, telling_logs, wait_workers, watching
 from pdserve.client import Client
 from pdserve.config import ServeConfig
-from pdserve.config.addresses import advertised
+from pdserve.config.addresses import advertised, host_port
 from pdserve.config.tls import tls_source
 from pdserve.errors import Unavailable
 from pdserve.fleet.handle import FleetHandle
@@ -43,8 +43,8 @@ def run(config: ServeConfig, file: Path | None) -> int:
     with StopSignals() as signals, contextlib.ExitStack() as stack:
         try:
             router, fleet = _start(config, file, phases, secret, stack)
+            signals.serving()  # whoever reads that we are ready may stop us at once
             _ready(router.child, config, phases)
-            signals.serving()
             while not signals.requested.wait(WATCH_S):
                 router.watch()
             signals.draining()
@@ -122,9 +122,8 @@ def _serves(client: Client, count: int) -> bool:
 def _ready(router: RouterChild, config: ServeConfig, phases: Phases) -> None:
     flag = "" if config.port == 50051 else f" --address {router.address}"
     flag += " --tls-ca … --tls-cert … --tls-key …" if config.tls_ca else ""
-    metrics = (
-        f"metrics on http://{config.host}:{router.metrics_port}/metrics; " if router.metrics_port else ""
-    )
+    port = router.metrics_port
+    metrics = f"metrics on http://{host_port(config.host, port)}/metrics; " if port else ""
     http = f"        HTTP API (OpenAI, Anthropic) on {router.http_url}/v1\n" if router.http_url else ""
     print(
         f"ready on {router.address} after {phases.summary()}\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pdserve.cli.phases import Phases
 from pdserve.config import ServeConfig
+from pdserve.config.addresses import host_port
 from pdserve.errors import InternalError, Unavailable
 from pdserve.fleet.cluster import joined_ray, local_ray
 from pdserve.fleet.handle import FleetHandle, Status
@@ -43,7 +44,8 @@ def watching(fleet: FleetHandle, config: ServeConfig) -> Iterator[FleetWatch]:
         watch = stack.enter_context(FleetWatch(fleet).watching())
         if config.fleet_port is not None:
             port = stack.enter_context(fleet_port(watch, config.fleet_port, config.host))
-            print(f"the fleet's port: http://{config.host}:{port.port}/metrics, /readyz, /livez", flush=True)
+            url = f"http://{host_port(config.host, port.port)}"
+            print(f"the fleet's port: {url}/metrics, /readyz, /livez", flush=True)
         yield watch
 
 

@@ -21,6 +21,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def host_port(host: str, port: int) -> str:
+    """As one text; an IPv6 address gets the brackets that it needs there."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def advertised(address: str) -> str:
     """host:port by which others reach a listener; one on every interface goes by this node's address."""
     host, _, port = address.rpartition(":")

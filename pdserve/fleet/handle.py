@@ -32,6 +32,8 @@ class FleetHandle:
         """fleet: its name. owner: this is who started it, and who has to ask again and again."""
         self._controller = controller
         self._fleet, self._owner = fleet, owner
+        self.ending = False
+        """Whether `shutdown` has begun."""
         self._over = False
 
     @classmethod
@@ -90,9 +92,11 @@ class FleetHandle:
         """Wanted counts, and each worker's state, record, restarts and last error."""
         return _parsed(self._get(self._controller.status.remote()))
 
-    def next_status(self, timeout_s: float) -> Status:
-        """The status after the next change, or after the time given."""
-        asked = self._controller.wait_changed.remote(timeout_s, self._owner)
+    def next_status(self, timeout_s: float, *, patient: bool = True) -> Status:
+        """The status after the next change, or after the time given. patient: through a controller's restart;
+        who asks again anyway need not be, and Ray prints a line for each call that it would try again."""
+        method = self._controller.wait_changed
+        asked = (method if patient else method.options(max_task_retries=0)).remote(timeout_s, self._owner)
         return _parsed(self._get(asked, timeout_s + CALL_TIMEOUT_S))
 
     def wait_serving(self, timeout_s: float, on_change: Callable[[Status], None] = lambda _: None) -> Status:
@@ -133,6 +137,7 @@ class FleetHandle:
         """
         if self._over:
             return True
+        self.ending = True
         try:
             patience = drain_timeout_s + CALL_TIMEOUT_S
             drained = bool(self._get(self._controller.shutdown.remote(drain_timeout_s), patience))

@@ -55,13 +55,15 @@ class FleetWatch:
 
     def ready(self) -> bool:
         """Whether as many workers of each role serve as are wanted."""
-        return self._status is not None and not self.lost() and bool(self._status["enough_serving"])
+        told = self._status is not None and bool(self._status["enough_serving"])
+        return told and not (self.lost() or self._handle.ending)
 
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                self._status = self._handle.next_status(ASK_EVERY_S)
+                self._status = self._handle.next_status(ASK_EVERY_S, patient=False)
                 self._heard_at = self._clock()
             except (Unavailable, InternalError) as err:
-                log.info("the fleet can not be asked: %s", err.message)
+                if not self._handle.ending:
+                    log.info("the fleet can not be asked: %s", err.message)
                 self._stop.wait(ASK_EVERY_S)

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pdserve.config.addresses import is_loopback
+from pdserve.config.addresses import host_port, is_loopback
 from pdserve.errors import ConfigError
 from pdserve.rpc.channel import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
 from pdserve.rpc.intercept import ErrorInterceptor
@@ -90,8 +90,7 @@ class RpcServer:
     @property
     def address(self) -> str:
         """host:port for those who dial, once started."""
-        host = self._options.host
-        return f"[{host}]:{self.port}" if ":" in host and not host.startswith("[") else f"{host}:{self.port}"
+        return host_port(self._options.host, self.port)
 
     async def start(self, *service_names: str) -> int:
         """Listens and serves; returns the port. service_names: full names, for health and reflection.
@@ -107,9 +106,7 @@ class RpcServer:
         return self.port
 
     def _bind(self) -> int:
-        host = self._options.host
-        literal = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        address = f"{literal}:{self._options.port}"
+        address = host_port(self._options.host, self._options.port)
         try:
             if self._options.tls is None:
                 return self.server.add_insecure_port(address)

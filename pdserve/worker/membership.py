@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc.aio
 
-from pdserve.config.addresses import DNS
+from pdserve.config.addresses import DNS, host_port
 from pdserve.rpc import convert
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.convert import Heartbeat, JoinEvent, Leave, Register
@@ -45,10 +45,7 @@ async def addresses_of(name: str) -> frozenset[str]:
     except OSError:
         log.info("a router's name has no address now")
         return frozenset()
-    return frozenset(
-        f"[{address[0]}]:{port}" if family is socket.AF_INET6 else f"{address[0]}:{port}"
-        for family, _, _, _, address in found
-    )
+    return frozenset(host_port(str(address[0]), int(port)) for *_, address in found)
 
 
 class Membership:

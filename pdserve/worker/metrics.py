@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from pdserve.config.addresses import advertised
+from pdserve.config.addresses import advertised, host_port
 from pdserve.obs.catalogue import worker as names
 from pdserve.obs.catalogue.kinds import AGES, Kind, Metric
 from pdserve.obs.catalogue.vllm import WORKER_ALIASES
@@ -142,7 +142,8 @@ class WorkerMetrics(Collector):
         vLLM's names too (kv_usage is read at each scrape); None: its names are not served."""
         self._fixed = {"role": str(role)}
         self._read, self._loop, self._vllm = read, loop, vllm
-        self._last = read()
+        # Nothing is read before somebody asks: reading a load also takes a look at experts.
+        self._last = (Figures(load=WorkerLoad(), page_bytes=0), WorkerSums().copy())
         self._port: MetricsPort | None = None
 
     def start(self, host: str, port: int) -> str:
@@ -151,8 +152,7 @@ class WorkerMetrics(Collector):
         registry.register(self)
         ProcessCollector(registry=registry)
         self._port = serve_metrics(port, host, registry=registry)
-        literal = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        return advertised(f"{literal}:{self._port.port}")
+        return advertised(host_port(host, self._port.port))
 
     async def stop(self) -> None:
         """Stops listening."""

@@ -258,6 +258,8 @@ def test_a_seat_that_is_killed_is_taken_over_and_at_last_its_worker_drains(
 
 
 def test_a_fleet_scales_without_a_restart(cluster: RayCluster, joined: str, tmp_path: Path) -> None:
+    if "second" not in cluster.nodes:  # of another test of this file
+        cluster.start_node("second", {"pdserve_decode": 1})
     fleet = FleetHandle.start(seat(tmp_path, "sized"))
     with contextlib.ExitStack() as stack:
         stack.callback(fleet.shutdown, 1.0)

@@ -312,6 +312,8 @@ def test_a_closed_terminal_drains_and_leaves_nothing() -> None:
     text = process.stdout.read()
     assert process.wait(END_S) == 0, text
     assert "drain: done" in text
+    assert "FleetController" not in text, "Ray has nothing to say of our own end"
+    assert "can not be asked" not in text
     psutil.wait_procs(tree, timeout=END_S)
     assert [child for child in tree if child.is_running()] == []
     assert run_directories(process.pid) == []

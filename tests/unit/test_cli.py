@@ -19,7 +19,7 @@ from pdserve.cli.platforms import require_platform
 from pdserve.cli.prompts import read_prompts
 from pdserve.cli.stopping import StopSignals
 from pdserve.client import FinishReason, Ledger, Result, Timings, Usage
-from pdserve.config.addresses import advertised
+from pdserve.config.addresses import advertised, host_port
 from pdserve.errors import ConfigError, InvalidRequest
 from pdserve.types import TransferStats
 
@@ -193,3 +193,11 @@ def test_workers_elsewhere_get_an_address_they_can_reach() -> None:
     assert advertised("127.0.0.1:5") == "127.0.0.1:5"
     host, _, port = advertised("0.0.0.0:5").rpartition(":")
     assert (port, host not in {"", "0.0.0.0"}) == ("5", True)
+
+
+@pytest.mark.parametrize(
+    ("host", "text"),
+    [("127.0.0.1", "127.0.0.1:5"), ("::1", "[::1]:5"), ("[::1]", "[::1]:5"), ("a.b", "a.b:5")],
+)
+def test_addresses_of_version_6_have_brackets(host: str, text: str) -> None:
+    assert host_port(host, 5) == text
