@@ -28,6 +28,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.fleet.processes import adopt_orphans, end
 from pdserve.fleet.rundirs import sweep
+from tests.support.kept import over_tmp
 from tests.support.loopback import Loopback, Place, addresses, ports
 from tests.support.machines import available
 from tests.support.manifests import Manifest, only, pods
@@ -248,12 +249,16 @@ class Kubelet:
         for mount in sorted(wanted, key=lambda mount: mount["mountPath"] == "/tmp"):
             path = mount["mountPath"]
             lines += [f"mkdir -p {path}"] if path.startswith(("/etc/", "/var/")) else []
-            lines.append(f"mount --bind {mounts[path]} {path}")
+            bind = f"mount --bind {mounts[path]} {path}"
+            if path == "/tmp":  # the last one: it hides our own files
+                lines += [
+                    f"mount --bind {self.directory}/{name} /etc/{name}" for name in ("hosts", "resolv.conf")
+                ]
+                lines += over_tmp(bind)
+                continue
+            lines.append(bind)
             if mount.get("readOnly"):
                 lines.append(f"mount -o remount,bind,ro {path}")
-            if path == "/tmp":
-                for name in ("hosts", "resolv.conf"):
-                    lines.insert(-1, f"mount --bind {self.directory}/{name} /etc/{name}")
         return [
             *lines,
             "mount -o remount,bind,ro /etc",

@@ -19,26 +19,34 @@ from pathlib import Path
 import psutil
 
 from pdserve.fleet.processes import end
+from tests.support.kept import over_tmp
 from tests.support.source_tree import ROOT
 
 UID = 10001
 LIMIT_S = 120.0
-_SETUP = """
-set -e
-mount --make-rprivate /
-mount -t tmpfs -o nosuid,nodev,noexec,mode=1777,size=4g tmpfs /tmp
-mount -t tmpfs -o nosuid,nodev,noexec,mode=1777,size=1g tmpfs /dev/shm
-mount -o remount,bind,ro /
-ip link set lo up
-echo ready
-exec sleep infinity
-"""
+_TMPFS = "mount -t tmpfs -o nosuid,nodev,noexec,mode=1777"
 _UNSHARE = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 # It may read what is not for others, as the tests' files and Python may be; it may write nothing of theirs.
 _DROP = (
     "setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "--no-new-privs",
     "--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search", "--",
 )  # fmt: skip
+
+
+def _setup() -> str:
+    """What a machine does first, in shell; then it only waits."""
+    return "\n".join(
+        (
+            "set -e",
+            "mount --make-rprivate /",
+            *over_tmp(f"{_TMPFS},size=4g tmpfs /tmp"),
+            f"{_TMPFS},size=1g tmpfs /dev/shm",
+            "mount -o remount,bind,ro /",
+            "ip link set lo up",
+            "echo ready",
+            "exec sleep infinity",
+        )
+    )
 
 
 @functools.cache
@@ -105,7 +113,10 @@ class Machine(Host):
         super().__init__()
         self._rights = rights
         self._holder = subprocess.Popen(
-            [*_UNSHARE, "bash", "-c", _SETUP], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*_UNSHARE, "bash", "-c", _setup()],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         assert self._holder.stdout is not None
         said = self._holder.stdout.readline()
