@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -37,6 +38,12 @@ def memory_given_back() -> Iterator[None]:
     """After the last test of a module, and after all its other fixtures."""
     yield
     memory.give_back_if_large()
+
+
+def pytest_collection_finish() -> None:
+    """Ray keeps the switches it finds when it is first imported: a test file must not do that by itself."""
+    if "ray" in sys.modules:
+        raise pytest.UsageError("a test imports ray before its environment is set; see pdserve.fleet.cluster")
 
 
 def group_of(node_id: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import subprocess
 import sys
@@ -12,7 +13,6 @@ from typing import Any
 
 import pytest
 import yaml
-from ray.autoscaler._private.kuberay import autoscaling_config
 
 from tests.support.chart import CHART, EVERYTHING, EXAMPLES, render
 from tests.support.manifests import Manifest, name_of, only, pods, selects
@@ -196,12 +196,24 @@ def test_a_rollout_that_starts_the_new_worker_first_has_a_spare_node(
     assert group["replicas"] == group["minReplicas"]
 
 
+READ = """
+import json, sys
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+json.dump(_derive_autoscaling_config_from_ray_cr(json.load(sys.stdin)), sys.stdout)
+"""
+
+
 @every_render
 def test_rays_own_autoscaler_reads_the_groups_as_they_are_meant(
     example: str, settings: tuple[str, ...]
 ) -> None:
     cluster = only(render(example, *settings), "RayCluster")
-    read = autoscaling_config._derive_autoscaling_config_from_ray_cr(cluster)
+    # In a process of its own: Ray keeps the settings it finds when it is imported, for all later tests.
+    told = subprocess.run(
+        [sys.executable, "-c", READ], input=json.dumps(cluster), capture_output=True, text=True, timeout=60,
+        check=True,
+    )  # fmt: skip
+    read = json.loads(told.stdout)
     kinds = read["available_node_types"]
     for role in ("prefill", "decode"):
         assert kinds[role]["resources"][f"pdserve_{role}"] == 1

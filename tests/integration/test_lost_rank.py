@@ -6,6 +6,7 @@ Three real ranks that divide experts alone, the leader in this process; the orac
 from __future__ import annotations
 
 import dataclasses
+import os
 import queue
 import signal
 import socket
@@ -36,6 +37,7 @@ from pdserve.ranks.tender import encode
 from pdserve.types import Role
 from tests.support import tiny_models, tiny_moe
 from tests.support.parallel_script import NUM_PAGES, PAGE, run_script, script, script_runner
+from tests.support.rank_kit import rank_processes
 
 RANKS, SLOTS, EXPERTS = 3, 4, 6
 Model = tuple[str, LoadedModel]
@@ -87,7 +89,7 @@ def serving(
     try:
         runner, pool = replica.start(model[1], pool_id=7)
         replica.serve()
-        ranks = [p for p in psutil.Process().children() if "pdserve.ranks" in p.cmdline()]
+        ranks = rank_processes(os.getpid())
         yield runner, ranks, lost
     finally:
         replica.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import queue
 import signal
 from collections import Counter
@@ -35,6 +36,7 @@ from pdserve.sched.plan import PageReady, Preempted
 from pdserve.types import Role, SamplingParams
 from tests.support import tiny_models, tiny_moe
 from tests.support.engine_driver import EngineDriver
+from tests.support.rank_kit import rank_processes
 
 PAGE, EACH = 16, 9
 Model = tuple[str, LoadedModel]
@@ -75,7 +77,7 @@ def serving(
         runner._capture = True
         runner.warmup(chunk_tokens=32, max_num_seqs=2)
         replica.serve()
-        ranks = [p for p in psutil.Process().children() if "pdserve.ranks" in p.cmdline()]
+        ranks = rank_processes(os.getpid())
         assert len(ranks) == config.tp - 1
         yield runner, ranks, lost
     finally:

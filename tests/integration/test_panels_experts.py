@@ -19,6 +19,7 @@ from pdserve.types import Role
 from tests.support import tiny_models, tiny_moe
 from tests.support.panels_seen import Seen
 from tests.support.prometheus import LIMIT_S, prometheus
+from tests.support.rank_kit import rank_processes
 from tests.support.stack import Stack
 from tests.support.watched import Watched, metrics_url
 
@@ -99,6 +100,5 @@ def test_panels_of_experts_and_ranks(fleet: Watched) -> None:
 
 def rank_of(stack: Stack) -> psutil.Process:
     """The process of the worker's other rank."""
-    children = psutil.Process(stack.workers[WORKER].pid).children()
-    (found,) = [child for child in children if "pdserve.ranks" in child.cmdline()]
+    (found,) = rank_processes(stack.workers[WORKER].pid)
     return found

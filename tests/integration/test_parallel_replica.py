@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import queue
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from pdserve.types import Role
 from pdserve.worker.host import EXIT_RETIRED
 from tests.support import tiny_models
 from tests.support.parallel_script import NUM_PAGES, PAGE, TABLES, run_script, script, script_runner
+from tests.support.rank_kit import rank_processes
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def serving(
         runner, pool = replica.start(model[1], pool_id=7)
         runner.warmup(chunk_tokens=32, max_num_seqs=2)
         replica.serve()
-        ranks = [p for p in psutil.Process().children() if "pdserve.ranks" in p.cmdline()]
+        ranks = rank_processes(os.getpid())
         yield replica, runner, ranks[-1], lost
     finally:
         replica.close()
