@@ -154,6 +154,9 @@ def test_notes_say_what_is_not_safe() -> None:
     assert "WARNING" not in safe
     assert "--tls-ca ca.crt" in safe
     assert "get secret demo-pdserve-client" in safe
+    hub = ("auth.apiKeysSecret=keys", "model.name=some/model")
+    assert "WARNING: some/model is of the hub" in notes(*hub)
+    assert "WARNING" not in notes(*hub, "networkPolicy.modelDownloads=true")
     assert "get secret demo-pdserve-node" in notes("tls.clientCertificate=false")
 
 

@@ -131,7 +131,7 @@ def test_compose_names_what_it_has() -> None:
     parsed = yaml.safe_load(COMPOSE.read_text())
     assert set(parsed) - {key for key in parsed if key.startswith("x-")} == {"name", "services"}
     used = set(re.findall(r"\$\{(\w+)", COMPOSE.read_text()))
-    assert used <= {*variables(), "IMAGE", "CONFIG"}
+    assert used <= {*variables(), "IMAGE", "CONFIG", "MODELS"}
     assert len(re.findall(r"\$\{\w+:-[^}]+\}", COMPOSE.read_text())) == len(
         re.findall(r"\$\{", COMPOSE.read_text())
     )
