@@ -20,6 +20,7 @@ from pdserve.fleet.processes import descendants
 from pdserve.fleet.spec import CONTROLLER_NAME
 from pdserve.types import Role
 from tests.support.fleets import LIMIT_S, make_spec, pids, until
+from tests.support.process_tree import command_line
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -103,7 +104,7 @@ def test_killed_worker_comes_back_and_controller_finds_it_after_its_own_death(
 
 def controller_pid() -> int:
     """The controller's process, by the title Ray gives it."""
-    found = [p.pid for p in descendants() if "FleetController" in " ".join(p.cmdline())]
+    found = [p.pid for p in descendants() if "FleetController" in " ".join(command_line(p))]
     assert len(found) == 1
     return found[0]
 

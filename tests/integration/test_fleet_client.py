@@ -33,6 +33,7 @@ from pdserve.obs.port import serve_metrics
 from pdserve.types import Role
 from router.targets import targets
 from tests.support.fleets import LIMIT_S, make_spec, pids, until
+from tests.support.process_tree import command_line
 from tests.support.prometheus import Scraped, prometheus
 from tests.support.raycluster import RayCluster, free_ports, ray_cluster
 from tests.support.raycluster import until as wait
@@ -117,7 +118,7 @@ def controller_node(cluster: RayCluster) -> str:
         name
         for name, node in cluster.nodes.items()
         for process in psutil.Process(node.pid).children(recursive=True)
-        if "FleetController" in " ".join(process.cmdline())
+        if "FleetController" in " ".join(command_line(process))
     }
     assert len(found) == 1
     return found.pop()

@@ -37,7 +37,7 @@ from pdserve.ranks.tender import encode
 from pdserve.types import Role
 from tests.support import tiny_models, tiny_moe
 from tests.support.parallel_script import NUM_PAGES, PAGE, run_script, script, script_runner
-from tests.support.rank_kit import rank_processes
+from tests.support.process_tree import rank_processes
 
 RANKS, SLOTS, EXPERTS = 3, 4, 6
 Model = tuple[str, LoadedModel]

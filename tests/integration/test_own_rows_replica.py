@@ -36,7 +36,7 @@ from pdserve.sched.plan import PageReady, Preempted
 from pdserve.types import Role, SamplingParams
 from tests.support import tiny_models, tiny_moe
 from tests.support.engine_driver import EngineDriver
-from tests.support.rank_kit import rank_processes
+from tests.support.process_tree import rank_processes
 
 PAGE, EACH = 16, 9
 Model = tuple[str, LoadedModel]

@@ -18,8 +18,8 @@ from pdserve.parallel.placement_table import Home, Placement, Topology
 from pdserve.types import Role
 from tests.support import tiny_models, tiny_moe
 from tests.support.panels_seen import Seen
+from tests.support.process_tree import rank_processes
 from tests.support.prometheus import LIMIT_S, prometheus
-from tests.support.rank_kit import rank_processes
 from tests.support.stack import Stack
 from tests.support.watched import Watched, metrics_url
 

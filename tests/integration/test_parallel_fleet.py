@@ -21,6 +21,7 @@ from pdserve.client import Client
 from pdserve.models.loader import load_model
 from tests.support import tiny_models
 from tests.support.engine_driver import EngineDriver, generate
+from tests.support.process_tree import command_line
 
 LIMIT_S = 60.0
 PROMPTS = {"a": [7 * i % 250 for i in range(1, 90)], "b": [11 * i % 250 for i in range(1, 60)]}
@@ -76,7 +77,7 @@ def up(model: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The processes of ranks other than the leaders'."""
     tree = psutil.Process(process.pid).children(recursive=True)
-    return [p for p in tree if any("RankActor" in part for part in p.cmdline())]
+    return [p for p in tree if any("RankActor" in part for part in command_line(p))]
 
 
 def workers(address: str) -> dict[str, tuple[int, int]]:

@@ -28,7 +28,7 @@ from pdserve.types import Role
 from pdserve.worker.host import EXIT_RETIRED
 from tests.support import tiny_models
 from tests.support.parallel_script import NUM_PAGES, PAGE, TABLES, run_script, script, script_runner
-from tests.support.rank_kit import rank_processes
+from tests.support.process_tree import rank_processes
 
 
 @pytest.fixture(scope="module")

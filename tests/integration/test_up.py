@@ -20,6 +20,7 @@ import pytest
 from pdserve.client import Client, Result
 from pdserve.errors import Unavailable
 from tests.support.collector import Collector, collector
+from tests.support.process_tree import command_line
 
 END_S = 60.0
 
@@ -228,7 +229,7 @@ def test_every_listener_is_on_loopback_and_no_secret_is_on_a_command_line(up: Up
         ip = ip_address(address.ip)
         assert (getattr(ip, "ipv4_mapped", None) or ip).is_loopback, address
     assert len(secrets) == 2
-    commands = [" ".join(process.cmdline()) for process in up.tree()]
+    commands = [" ".join(command_line(process)) for process in up.tree()]
     assert not [command for command in commands if any(secret in command for secret in secrets)]
 
 
@@ -261,7 +262,7 @@ def first_answer(address: str, limit_s: float) -> Result:
 def test_a_killed_router_is_started_again_and_the_same_workers_join_it(up: Up) -> None:
     wanted, before = first_answer(up.address, 1.0), incarnations(up)
     for turn in range(2):
-        (router,) = (p for p in up.tree() if "pdserve.cli" in p.cmdline() and "router" in p.cmdline())
+        (router,) = (p for p in up.tree() if {"pdserve.cli", "router"} <= set(command_line(p)))
         router.kill()
         killed = time.monotonic()
         # By whom depends on who has joined first: decode answers alone where no prefill worker has.

@@ -20,8 +20,9 @@ def over_tmp(mount: str) -> list[str]:
     kept = sorted(path for path in wanted if not wanted & set(path.parents))
     opened = [f"exec {number}< {shlex.quote(str(path))}" for number, path in enumerate(kept, 5)]
     bound = [
-        f"mkdir -p {shlex.quote(str(path))}; mount --bind /proc/self/fd/{number} {shlex.quote(str(path))}; "
-        f"exec {number}<&-"
+        # Taken as it stands: what the descriptor's link reads is a path that leads elsewhere by now.
+        f"mkdir -p {(at := shlex.quote(str(path)))}; "
+        f"mount --no-canonicalize --bind /proc/self/fd/{number} {at}; exec {number}<&-"
         for number, path in enumerate(kept, 5)
     ]
     return [*opened, mount, *bound]

@@ -20,6 +20,7 @@ import psutil
 
 from pdserve.fleet.processes import end
 from tests.support.kept import over_tmp
+from tests.support.process_tree import command_line
 from tests.support.source_tree import ROOT
 
 UID = 10001
@@ -92,7 +93,7 @@ class Host:
     def left(self) -> list[str]:
         """Programs that run inside."""
         alive = [psutil.Process(process.pid) for process in self._started if process.poll() is None]
-        return [" ".join(process.cmdline()) for process in alive]
+        return [" ".join(command_line(process)) for process in alive]
 
     def stop(self) -> None:
         """Ends everything inside."""

@@ -1,6 +1,6 @@
 """Ranks as real processes for tests: spawns n of them once, each calls a function and leaves its answer.
 
-What lives here: spawning and collecting, finding a replica's. What does not: what they do (`rank_cases`).
+What lives here: spawning and collecting. What does not: what the ranks do (`rank_cases`), checks.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import multiprocessing
 import traceback
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 LIMIT_S = 100.0
 
@@ -53,18 +51,3 @@ def _child(function: str, rank: int, size: int, folder: Path, arguments: dict[st
         (folder / f"error-{rank}").write_text(f"rank {rank}: {traceback.format_exc()}")
         raise
     (folder / f"answer-{rank}").write_text(json.dumps(answer))
-
-
-def rank_processes(leader: int) -> list[psutil.Process]:
-    """The live processes of a replica's other ranks, oldest first. leader: process id of its worker.
-
-    Among the children of a test's own process there may be ended ones that nobody waits for.
-    """
-    return [child for child in psutil.Process(leader).children() if _is_rank(child)]
-
-
-def _is_rank(process: psutil.Process) -> bool:
-    try:
-        return "pdserve.ranks" in process.cmdline()
-    except psutil.NoSuchProcess:  # a zombie is one, too
-        return False
