@@ -36,6 +36,8 @@ SET_BY_CHART = {
     "routerSettings": _BOTH | {"metrics", "jwt_jwks_file"},
 }
 """Settings that other values of the chart stand for, or that have no meaning there."""
+_SIZE = r"^ *[0-9]+(\.[0-9]*)? *([kKmMgG]([iI]?[bB])?|[bB])? *$"
+"""What `pdserve.config.fields.parse_size` reads."""
 
 
 def settings_schema(cls: type[Any], left_out: set[str]) -> dict[str, Any]:
@@ -56,6 +58,7 @@ def _value(kind: Any, info: FieldInfo) -> dict[str, Any]:
         return schema | {"type": "array", "items": items}
     if kind is int and info.unit == "bytes":
         schema["type"] = ["integer", "string"]
+        schema["pattern"] = _SIZE
     else:
         schema["type"] = {bool: "boolean", int: "integer", float: "number"}.get(kind, "string")
     if info.choices:

@@ -90,8 +90,9 @@ def test_routers_and_seats_understand_their_arguments_and_agree(
     manifests = render(example, *settings)
     router: RouterConfig = parse(manifests, "router")
     assert router.secret_bytes({}) == bytes.fromhex(CONTENTS["secret"])
-    open_ports = {port["port"] for port in only(manifests, "Service", "-router")["spec"]["ports"]}
-    assert {router.port, router.http_port, router.metrics_port} == open_ports
+    services = [only(manifests, "Service", part) for part in ("-router", "-routers")]
+    open_ports = [{port["port"] for port in service["spec"]["ports"]} for service in services]
+    assert open_ports == [{router.port, router.http_port}, {router.port, router.metrics_port}]
     for role in (Role.PREFILL, Role.DECODE):
         seat: ServeConfig = parse(manifests, str(role))
         assert seat.wanted() == {role: 1}

@@ -142,7 +142,7 @@ def test_monitors_find_every_process_once() -> None:
     services = [m for m in manifests if m["kind"] == "Service"]
     selector = only(manifests, "ServiceMonitor")["spec"]["selector"]
     assert [m["metadata"]["name"] for m in services if selects(selector, m["metadata"]["labels"])] == [
-        "demo-pdserve-router"
+        "demo-pdserve-routers"
     ]
     watched = [
         name

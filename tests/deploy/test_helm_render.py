@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.deploy.helm_golden import golden, path
-from tests.support.chart import CHART, EVERYTHING, EXAMPLES, helm, refused, render, template
-from tests.support.manifests import name_of, only, pods, problem
+from tests.support.chart import CHART, EVERYTHING, EXAMPLES, helm, refused, render, template, text
+from tests.support.manifests import load, name_of, only, pods, problem
 from tests.support.source_tree import ROOT
 
 RENDERS = [*((example, ()) for example in EXAMPLES), ("", ()), ("", EVERYTHING)]
@@ -41,7 +44,7 @@ def test_the_four_examples_are_there() -> None:
 @pytest.mark.parametrize(("example", "settings"), [*RENDERS, *(("", variant) for variant in VARIANTS)])
 def test_every_manifest_fits_its_schema(example: str, settings: tuple[str, ...]) -> None:
     manifests = render(example, *settings)
-    assert [text for text in map(problem, manifests) if text] == []
+    assert [wrong for wrong in map(problem, manifests) if wrong] == []
     names = [name_of(manifest) for manifest in manifests]
     assert sorted(set(names)) == sorted(names)
     assert {manifest["metadata"].get("namespace") for manifest in manifests} == {"serving"}
@@ -80,6 +83,10 @@ def test_everything_is_rendered_when_asked_for() -> None:
         (("tls.serverName=a b",), "'a b' does not match pattern"),
         (("tls.mode=off",), "value must be one of 'cert-manager', 'secret', 'none'"),
         (("tls.mode=secret",), "tls.secretName: with tls.mode secret name the Secret"),
+        (("tls.issuerRef.kind=ClusterIssuer",), "properties 'name' required, if 'kind' exists"),
+        (("engine.kv_memory=48Gi",), "'48Gi' does not match pattern"),
+        (("networkPolicy.dns=null",), "missing property 'dns'"),
+        (("networkPolicy.kubeApiPorts=null",), "missing property 'kubeApiPorts'"),
         (("secrets.create=false",), "secrets.fleet: with secrets.create false name the Secret"),
         (("secrets.create=false", "secrets.fleet=a"), "secrets.rayToken: with secrets.create false"),
         (("prefill.extraCapabilities={SYS_ADMIN}",), "value must be one of 'IPC_LOCK'"),
@@ -91,6 +98,84 @@ def test_everything_is_rendered_when_asked_for() -> None:
 )
 def test_values_that_can_not_work_are_refused_with_a_sentence(settings: tuple[str, ...], said: str) -> None:
     assert said in refused(*settings)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        # A rule of a network policy with no ports is one for all ports.
+        ({"networkPolicy": {"kubeApiPorts": []}}, "/networkPolicy/kubeApiPorts': minItems: got 0, want 1"),
+        # An autoscaler counts in thousandths, and its target may not be zero.
+        ({"autoscaling": {"decodeKvUtilization": 0.0004}}, "minimum: got 0.0004, want 0.01"),
+    ],
+)
+def test_values_of_a_file_that_can_not_work_are_refused_too(
+    values: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    assert said in of_file(values, tmp_path).stderr
+
+
+def of_file(values: dict[str, object], folder: Path) -> subprocess.CompletedProcess[str]:
+    """The chart with a values file, whose numbers helm reads otherwise than those of --set: as floats."""
+    file = folder / "values.yaml"
+    file.write_text(yaml.safe_dump(values), "utf-8")
+    return helm("template", "demo", CHART, "--values", file)
+
+
+def test_large_numbers_of_a_file_stay_whole(tmp_path: Path) -> None:
+    user, tokens = 1_000_650_000, 2_000_000
+    values = {
+        "podSecurity": dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), user),
+        "prefill": {"extraResources": {"example.com/card": tokens}},
+        "engine": {"kv_memory": 100 * 2**30},
+        "autoscaling": {"kind": "keda", "prefillTokensPerWorker": tokens},
+    }
+    done = of_file(values, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not re.search(r"\de\+\d", done.stdout)
+    manifests = load(done.stdout)
+    for name, pod in pods(manifests):
+        security = pod["spec"]["securityContext"]
+        assert [security[key] for key in ("runAsUser", "runAsGroup", "fsGroup")] == [user] * 3, name
+    container = dict(pods(manifests))["RayCluster/demo-pdserve/prefill"]["spec"]["containers"][0]
+    assert container["resources"]["limits"]["example.com/card"] == str(tokens)
+
+
+class _Strict(yaml.SafeLoader):
+    """Refuses a key that stands in a mapping twice, as kustomize and Flux do."""
+
+
+def _mapping(loader: _Strict, node: yaml.MappingNode) -> dict[object, object]:
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    assert len(set(keys)) == len(keys), sorted(map(str, keys))
+    return loader.construct_mapping(node, deep=True)
+
+
+_Strict.add_constructor("tag:yaml.org,2002:map", _mapping)
+
+
+def test_labels_of_monitoring_and_of_everything_may_be_the_same() -> None:
+    same = ("extraLabels.release=all", "extraLabels.grafana_dashboard=no", "monitoring.labels.release=mine")
+    manifests = [m for m in yaml.load_all(text("", *EVERYTHING, *same), _Strict) if m]
+    assert only(manifests, "PrometheusRule")["metadata"]["labels"]["release"] == "mine"
+    assert only(manifests, "RayCluster")["metadata"]["labels"]["release"] == "all"
+    dashboard = only(manifests, "ConfigMap", "-overview-dashboard")["metadata"]["labels"]
+    assert (dashboard["grafana_dashboard"], dashboard["release"]) == ("1", "all")
+
+
+def test_what_values_take_away_leaves_manifests_that_can_be_read() -> None:
+    bare = ("monitoring.labels=null", "monitoring.dashboardLabels=null", "routerSettings=null", "engine=null")
+    manifests = render("", *EVERYTHING, *bare)
+    assert [wrong for wrong in map(problem, manifests) if wrong] == []
+    # Kubernetes before 1.33 takes no pause of zero seconds.
+    router = only(render("", "timeouts.endpointSeconds=0"), "Deployment", "-router")
+    assert "lifecycle" not in router["spec"]["template"]["spec"]["containers"][0]
+
+
+def test_metrics_are_on_no_service_that_may_face_the_outside() -> None:
+    services = [m for m in render("", "router.service.type=LoadBalancer") if m["kind"] == "Service"]
+    ports = {m["spec"].get("type", ""): [port["name"] for port in m["spec"]["ports"]] for m in services}
+    assert ports == {"LoadBalancer": ["grpc", "http"], "": ["grpc", "metrics"]}
 
 
 def test_copies_and_the_schema_of_settings_are_current() -> None:
@@ -139,6 +224,9 @@ def test_a_name_that_kubernetes_would_refuse_is_refused_at_once() -> None:
     done = template(release="1demo")
     assert "1demo-pdserve: Services and Ray clusters have names that begin with a letter" in done.stderr
     assert render("", "fullnameOverride=demo", release="1demo")
+    # Cut off between hyphens, a name does not end in one.
+    cut = render("", f"fullnameOverride={'a' * 34}---b")
+    assert only(cut, "RayCluster")["metadata"]["name"] == "a" * 34
 
 
 def test_notes_say_what_is_not_safe() -> None:
@@ -158,6 +246,13 @@ def test_notes_say_what_is_not_safe() -> None:
     assert "WARNING: some/model is of the hub" in notes(*hub)
     assert "WARNING" not in notes(*hub, "networkPolicy.modelDownloads=true")
     assert "get secret demo-pdserve-node" in notes("tls.clientCertificate=false")
+    keys, outside = "auth.apiKeysSecret=keys", "router.service.type=LoadBalancer"
+    for way_in in (outside, "ingress.enabled=true"):
+        assert "let only pods of this namespace call routers" in notes(keys, way_in)
+    assert "WARNING" not in notes(keys, outside, "networkPolicy.clients[0].ipBlock.cidr=192.0.2.0/24")
+    spans = (keys, "otlpEndpoint=http://otel:4317")
+    assert "WARNING: the network policies keep spans from http://otel:4317" in notes(*spans)
+    assert "WARNING" not in notes(*spans, "networkPolicy.otlp[0].podSelector.matchLabels.app=otel")
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -50,7 +50,7 @@ def test_queries_ask_only_about_this_release(role: str) -> None:
     (trigger,) = scaled(role)["triggers"]
     for _, labels in _SELECTOR.findall(trigger["metadata"]["query"]):
         assert 'namespace="serving"' in labels
-        assert 'service="demo-pdserve-router"' in labels
+        assert 'service="demo-pdserve-routers"' in labels
 
 
 def evaluated(query: str, values: dict[str, float]) -> float:

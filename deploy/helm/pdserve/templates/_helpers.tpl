@@ -5,7 +5,7 @@
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- $long = ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
 {{- end -}}
-{{- $full := $long | replace "." "-" | trunc 36 | trimSuffix "-" -}}
+{{- $full := $long | replace "." "-" | trunc 36 | regexFind "^.*[^-]" -}}
 {{- if not (regexMatch "^[a-z]" $full) -}}
 {{- fail (printf "%s: Services and Ray clusters have names that begin with a letter: give fullnameOverride one" $full) -}}
 {{- end -}}
@@ -27,6 +27,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- with .Values.extraLabels }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* The same and more, (dict "root" $ "more" .Values.monitoring.labels): a key of both stands once, as in `more`. */}}
+{{- define "pdserve.labelsAnd" -}}
+{{- merge (dict) (.more | default dict) (include "pdserve.labels" .root | fromYaml) | toYaml -}}
 {{- end -}}
 
 {{/* What selects the pods of a component: (dict "root" $ "component" "router"). */}}

@@ -1,9 +1,10 @@
 {{/* Parts of pods that several kinds share. */}}
+{{/* Large numbers of a values file are floats, which would be written as 1e+09: users of OpenShift are. */}}
 {{- define "pdserve.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ .Values.podSecurity.runAsUser }}
-runAsGroup: {{ .Values.podSecurity.runAsGroup }}
-fsGroup: {{ .Values.podSecurity.fsGroup }}
+runAsUser: {{ int64 .Values.podSecurity.runAsUser }}
+runAsGroup: {{ int64 .Values.podSecurity.runAsGroup }}
+fsGroup: {{ int64 .Values.podSecurity.fsGroup }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
