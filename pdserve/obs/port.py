@@ -166,7 +166,9 @@ def _app(metrics: WSGIApplication, pages: Mapping[str, Callable[[], Page]]) -> W
         if method not in ("GET", "HEAD"):
             page = Page(body=b"only GET\n", status=HTTPStatus.METHOD_NOT_ALLOWED)
         elif path == "/metrics":
-            return metrics(environ, start)
+            # As for any page, HEAD is the answer to GET without its body; the library knows GET alone.
+            pieces = metrics({**environ, "REQUEST_METHOD": "GET"}, start)
+            return pieces if method == "GET" else [b""]
         elif (make := pages.get(path)) is not None:
             page = make()
         else:

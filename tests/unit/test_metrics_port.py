@@ -49,6 +49,12 @@ def test_callers_that_say_nothing_lock_nobody_out(port: MetricsPort) -> None:
         assert callers[-1].recv(1)
 
 
+def test_watchers_may_ask_for_the_head_alone(port: MetricsPort) -> None:
+    told = answer(port, b"HEAD /metrics HTTP/1.0\r\n\r\n")
+    assert b" 200 OK" in told.partition(b"\r\n")[0]
+    assert told.endswith(b"\r\n\r\n")
+
+
 def test_who_is_too_slow_is_cut_without_a_word(
     port: MetricsPort, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
