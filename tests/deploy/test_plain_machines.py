@@ -25,6 +25,7 @@ from tests.support.certs import Certs
 from tests.support.machines import Host, available, machine, python_environment, two_machines
 from tests.support.plain import CONFIG, Unit, filled, unit, variables
 from tests.support.raycluster import free_ports, until
+from tests.support.source_tree import ROOT
 
 
 def own_address() -> str:
@@ -82,6 +83,12 @@ class Fleet:
         tls = [f"--tls-{name}={certs / file}" for name, file in files.items()]
         address = self._ports(f"--address={HEAD}:50051")
         return self.head.run(["pdserve", *command, address, *tls], self._environ(unit("pdserve-router")))
+
+    def scale(self, line: str) -> str:
+        """What a line for a shell prints, a variable before the program, run on the head's machine."""
+        variable, program, *words = map(self._ports, line.replace(CONFIG, str(self.config)).split())
+        name, _, value = variable.partition("=")
+        return self.head.run([Path(program).name, *words], python_environment() | {name: value})
 
     def until_said(self, name: str, words: str) -> None:
         """Returns when a program's log has these words. Raises AssertionError with all logs' ends."""
@@ -159,6 +166,13 @@ def test_a_request_goes_over_both_machines(fleet: Fleet) -> None:
     records = [worker["record"] for worker in json.loads(fleet.ask("status", "--json"))["workers"]]
     hosts = {record["role"]: record["peer"]["control"].partition(":")[0] for record in records}
     assert hosts == {"prefill": HEAD, "decode": NODE}, "each where its machine has room for it"
+
+
+def test_an_administrator_scales_with_the_token_alone(fleet: Fleet) -> None:
+    """The command of docs/deploy.md, for the number there is: a shell has nothing of a unit's environment."""
+    page = (ROOT / "docs" / "deploy.md").read_text("utf-8")
+    (line,) = re.findall(r"^ *(RAY_AUTH_TOKEN_PATH=.* scale decode .*)$", page, re.MULTILINE)
+    assert fleet.scale(line.replace("10.0.0.5", HEAD).replace(" 3 ", " 1 ")) == "1 decode serving\n"
 
 
 def test_it_ends_as_systemd_ends_it(fleet: Fleet) -> None:
