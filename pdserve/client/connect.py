@@ -134,9 +134,17 @@ def addresses_of(address: str | Sequence[str]) -> tuple[str, ...]:
     """host:port of each router: a list, or a text with commas. Raises ConfigError."""
     texts = address.split(",") if isinstance(address, str) else address
     found = tuple(dict.fromkeys(text.strip() for text in texts if text.strip()))
-    if not 1 <= len(found) <= MAX_ROUTERS:
+    if not 1 <= len(found) <= MAX_ROUTERS or not all(map(_is_target, found)):
         raise ConfigError(f"address: name 1 to {MAX_ROUTERS} routers as host:port")
     return found
+
+
+def _is_target(address: str) -> bool:
+    """Whether gRPC can connect there: to the HTTP API's URL, or without a port, it would try in vain."""
+    if "/" in address or address.startswith("unix"):
+        return not address.startswith(("http://", "https://"))
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
 
 
 def _source(options: TlsOptions) -> ChannelTls | None:

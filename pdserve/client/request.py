@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from pdserve.api import GenerateInput, SamplingInput, ToolChoice
@@ -154,4 +155,33 @@ def to_wire(source: GenerateInput) -> inference_pb2.GenerateRequest:
     """Raises InvalidRequest for values of a wrong type, or that no message can carry (a negative id)."""
     from pdserve.rpc.convert.generate import generate_to_pb
 
-    return built(lambda: generate_to_pb(source))
+    try:
+        return built(lambda: generate_to_pb(source))
+    except InvalidRequest as error:
+        name = "" if error.violations else _wrong_field(source, generate_to_pb)
+        if not name:
+            raise
+        raise InvalidRequest.field(name, "has a wrong type or is out of range.") from error
+
+
+def _wrong_field(source: GenerateInput, convert: Callable[[GenerateInput], object]) -> str:
+    """The field without whose value the request can be written: protobuf does not name it. "" where it is
+    more than one."""
+    given, usual = source.sampling, SamplingInput()
+    without: list[tuple[str, dict[str, Any]]] = [
+        (each.name, {"sampling": replace(given, **{each.name: getattr(usual, each.name)})})
+        for each in fields(given)
+    ]
+    plain = GenerateInput()
+    without += [
+        (each.name, {each.name: getattr(plain, each.name)})
+        for each in fields(plain)
+        if each.name != "sampling"
+    ]
+    for name, change in without:
+        try:
+            convert(replace(source, **change))
+        except (TypeError, ValueError, AttributeError, KeyError):
+            continue
+        return name
+    return ""

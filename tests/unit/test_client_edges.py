@@ -292,3 +292,16 @@ def test_requests_are_aborted_and_explained_where_they_run(two: tuple[FakeServer
         assert stranger.abort("nobody") is Outcome.UNKNOWN
         with pytest.raises(UnknownRequest):
             stranger.explain("nobody")
+
+
+@pytest.mark.parametrize(
+    "address", ["nonsense", "127.0.0.1", "http://127.0.0.1:8000", "127.0.0.1:99999", "127.0.0.1:x", ":50051"]
+)
+def test_an_address_that_is_no_host_and_port_is_refused_before_any_call(address: str) -> None:
+    with pytest.raises(ConfigError, match="host:port"):
+        Client(address)
+
+
+@pytest.mark.parametrize("address", ["[::1]:7", "dns:///router:50051", "unix:router.sock", "unix:///r.sock"])
+def test_what_grpc_can_connect_to_is_an_address(address: str) -> None:
+    assert addresses_of(address) == (address,)

@@ -134,6 +134,28 @@ def test_what_can_not_be_asked_is_refused_by_name(options: Any, field: str) -> N
     assert isinstance(caught.value, UnsupportedFeature) == (field == "resume_window_s")
 
 
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"seed": "1"}, "seed"),
+        ({"stop": ["a", 1]}, "stop"),
+        ({"stop_token_ids": [-5]}, "stop_token_ids"),
+        ({"n": -1}, "n"),
+    ],
+)
+def test_what_no_message_can_carry_is_refused_by_name(options: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        to_wire(build("x", None, None, options))
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_of_two_values_that_no_message_can_carry_none_is_blamed() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        to_wire(build("x", None, None, {"max_tokens": -1, "seed": -1}))
+    assert not caught.value.violations
+
+
 def test_a_call_without_a_function_is_refused() -> None:
     with pytest.raises(InvalidRequest):
         build(None, [{"role": "assistant", "tool_calls": [{"id": "1"}]}], None, {})
