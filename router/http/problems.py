@@ -7,10 +7,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pdserve.errors import InvalidRequest, UnsupportedFeature
+from pdserve.errors import InvalidRequest
+from router.http.errors import UnsupportedField, WrongBody
 
 _MAX_NAME = 64
-_WORDS = {"missing": "is required.", "none_required": "is not supported; leave it out."}
+_REFUSED = frozenset({"extra_forbidden", "none_required"})
 _TAGS = frozenset({"union_tag_invalid", "union_tag_not_found"})
 
 
@@ -20,16 +21,17 @@ def problem(error: ValidationError, value: Any) -> InvalidRequest:
     placed = [(_place(one["loc"], value, one["type"]), one) for one in found]
     place, one = max(placed, key=lambda pair: len(pair[0]))
     name = _name(place)
-    if one["type"] == "extra_forbidden":
-        return UnsupportedFeature.field(name, "is not supported; leave it out.")
+    must_be_empty = one["type"] == "too_long" and one["ctx"].get("max_length") == 0
+    if one["type"] in _REFUSED or must_be_empty:
+        return UnsupportedField.field(name, "is not supported; leave it out.")
     if one["type"] in _TAGS:
         told = one["ctx"]
         name = f"{name}.{told['discriminator'].strip(chr(39))}"
-        return InvalidRequest.field(name, f"must be one of {told.get('expected_tags', 'the known ones')}.")
+        return WrongBody.field(name, f"must be one of {told.get('expected_tags', 'the known ones')}.")
     if one["type"] == "literal_error":
         expected = one["ctx"]["expected"]
-        return UnsupportedFeature.field(name, f"can only be {expected}; nothing else is supported.")
-    return InvalidRequest.field(name, _WORDS.get(one["type"]) or _sentence(one["msg"]))
+        return UnsupportedField.field(name, f"can only be {expected}; nothing else is supported.")
+    return WrongBody.field(name, "is required." if one["type"] == "missing" else _sentence(one["msg"]))
 
 
 def _sentence(message: str) -> str:

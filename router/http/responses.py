@@ -17,7 +17,7 @@ from pdserve.types import FinishReason, TokenLogprob, Usage
 from router.http.answer import Answer, Reply
 from router.http.body import read
 from router.http.collected import parts
-from router.http.errors import openai_form
+from router.http.errors import responses_form
 from router.http.gateway import Gateway
 from router.http.generation import run
 from router.http.logprobs import of_chat
@@ -33,7 +33,7 @@ async def handle(gateway: Gateway, request: Request) -> Response:
     name = gateway.name(body.model)
     source = body.generate_input(gateway.label(request, body.user or body.safety_identifier))
     reply: Reply = _Stream(body, name) if body.stream else _Whole(body, name)
-    return Answer(run(gateway.hub, [source], caller), reply, openai_form)
+    return Answer(run(gateway.hub, [source], caller), reply, responses_form)
 
 
 class _Items:
@@ -154,7 +154,7 @@ class _Stream:
 
     def failed(self, error: PdserveError) -> bytes:
         """See Reply."""
-        told = openai_form(error)["error"]
+        told = responses_form(error)["error"]
         kept = {name: told[name] for name in ("code", "message", "param")}
         return self._send({"type": "error", **kept})
 

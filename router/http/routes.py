@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from pdserve.errors import Unavailable
 from router.http import chat, completions, messages, responses, text_routes
-from router.http.errors import anthropic_form
+from router.http.errors import anthropic_form, detokenize_form, embeddings_form, responses_form
 from router.http.gateway import Gateway
 from router.http.route import Route, json_response
 from router.http.schema import texts
@@ -88,7 +88,7 @@ ROUTES = (
     ),
     Route(
         path="/v1/responses", handler=responses.handle, summary="Answers items; nothing is kept.",
-        method="POST", body=ResponsesBody,
+        method="POST", body=ResponsesBody, form=responses_form,
     ),
     Route(
         path="/v1/messages", handler=messages.handle, summary="Answers a conversation, in Anthropic's form.",
@@ -100,7 +100,7 @@ ROUTES = (
     ),
     Route(
         path="/v1/embeddings", handler=text_routes.embed, summary="Vectors of texts.",
-        method="POST", body=texts.EmbedBody,
+        method="POST", body=texts.EmbedBody, form=embeddings_form,
     ),
     Route(
         path="/tokenize", handler=text_routes.tokenize, summary="Tokens of a text or a chat.",
@@ -108,6 +108,6 @@ ROUTES = (
     ),
     Route(
         path="/detokenize", handler=text_routes.detokenize, summary="The text of tokens.",
-        method="POST", body=texts.DetokenizeBody,
+        method="POST", body=texts.DetokenizeBody, form=detokenize_form,
     ),
 )  # fmt: skip
