@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -37,14 +38,15 @@ _FIGURES = (
 
 
 def run(router: Router, *, once: bool, as_json: bool, interval: float) -> None:
-    """Looks until Ctrl-C; with `once`, or as JSON, at two moments `interval` seconds apart, then ends.
+    """Looks until Ctrl-C; with `once`, as JSON, or where nobody watches (the output is no terminal), at two
+    moments `interval` seconds apart, then ends.
 
     Raises PdserveError if the router can not be reached at first; later it waits until it is back.
     """
     history = History()
     with router.client() as client:
         status = look(client, history)
-        if once or as_json:
+        if once or as_json or not sys.stdout.isatty():
             time.sleep(interval)
             _show_once(look(client, history), history, as_json)
             return
