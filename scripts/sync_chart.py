@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.config import ServeConfig
-from pdserve.config.fields import FieldInfo, field_types, info_of
+from pdserve.config.fields import SIZE_PATTERN, FieldInfo, field_types, info_of
 from router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,8 +36,6 @@ SET_BY_CHART = {
     "routerSettings": _BOTH | {"metrics", "jwt_jwks_file"},
 }
 """Settings that other values of the chart stand for, or that have no meaning there."""
-_SIZE = r"^ *[0-9]+(\.[0-9]*)? *([kKmMgG]([iI]?[bB])?|[bB])? *$"
-"""What `pdserve.config.fields.parse_size` reads."""
 
 
 def settings_schema(cls: type[Any], left_out: set[str]) -> dict[str, Any]:
@@ -58,7 +56,7 @@ def _value(kind: Any, info: FieldInfo) -> dict[str, Any]:
         return schema | {"type": "array", "items": items}
     if kind is int and info.unit == "bytes":
         schema["type"] = ["integer", "string"]
-        schema["pattern"] = _SIZE
+        schema["pattern"] = SIZE_PATTERN
     else:
         schema["type"] = {bool: "boolean", int: "integer", float: "number"}.get(kind, "string")
     if info.choices:

@@ -7,6 +7,7 @@ here: where values come from (`resolve`) and any component's own fields.
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -19,6 +20,8 @@ from pdserve.errors import ConfigError
 _KEY = "pdserve"
 _SIZE_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20, "g": 2**30}
 _SIZE_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9}
+SIZE_PATTERN = r"^ *([0-9]+[.]?[0-9]*|[.][0-9]+) *([kKmMgG]([iI]?[bB])?|[bB])? *$"
+"""A size as people write it. Also for JSON schemas, whose readers know no flags."""
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
@@ -103,13 +106,13 @@ def check(name: str, info: FieldInfo, value: object) -> None:
 
 def parse_size(text: str) -> int:
     """Bytes from a text such as "1.5GiB", "512M" or "4096". Raises ValueError."""
-    digits = text.strip().lower()
-    unit = digits.lstrip("0123456789.")
+    found = re.fullmatch(SIZE_PATTERN, text.strip())
     try:
-        factor = _SIZE_UNITS[unit.strip()]
-        return int(float(digits[: len(digits) - len(unit)]) * factor)
-    except (KeyError, ValueError, OverflowError):
-        raise ValueError("must be a size such as 512MiB or 1.5GiB") from None
+        if found:
+            return int(float(found[1]) * _SIZE_UNITS[(found[2] or "").lower()])
+    except OverflowError:
+        pass
+    raise ValueError("must be a size such as 512MiB or 1.5GiB")
 
 
 def show(value: object, info: FieldInfo) -> str:

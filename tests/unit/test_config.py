@@ -131,6 +131,19 @@ def test_size_as_shown_parses_back(size: int) -> None:
     assert parse_size(show(size, info_of(field))) == size
 
 
+@pytest.mark.parametrize(
+    ("text", "size"), [("4096", 4096), ("1.5GiB", 3 * 2**29), (" 7 MB ", 7 * 10**6), (".5k", 512), ("2.b", 2)]
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "48Gi", "banana", "1..5", "-1", "1e3", "GiB", "9" * 400])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="must be a size"):
+        parse_size(text)
+
+
 @given(st.dictionaries(st.sampled_from(sorted(field_types(ServeConfig))), st.text() | st.integers()))
 def test_any_plain_values_give_a_config_or_a_named_refusal(raw: dict[str, object]) -> None:
     refused = ""
