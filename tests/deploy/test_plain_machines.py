@@ -40,7 +40,7 @@ def own_address() -> str:
 
 
 HEAD, NODE = ("10.77.0.1", "10.77.0.2") if available() else (own_address(),) * 2
-END_S = 60.0
+START_S, END_S = 180.0, 60.0
 ON_HEAD = {"NODE_ADDRESS": HEAD, "HEAD_ADDRESS": HEAD, "PREFILL_HERE": "1", "DECODE_HERE": "0"}
 ON_NODE = {"NODE_ADDRESS": NODE, "HEAD_ADDRESS": HEAD, "PREFILL_HERE": "0", "DECODE_HERE": "1"}
 
@@ -93,7 +93,7 @@ class Fleet:
     def until_said(self, name: str, words: str) -> None:
         """Returns when a program's log has these words. Raises AssertionError with all logs' ends."""
         running = self.running[name]
-        until(lambda: words in self._log(name).read_text() or running.poll() is not None, self._told())
+        until(lambda: words in self._log(name).read_text() or running.poll() is not None, self._told, START_S)
         assert words in self._log(name).read_text(), self._told()
 
     def _log(self, name: str) -> Path:

@@ -139,9 +139,9 @@ def listens(host: str, port: int) -> bool:
     return True
 
 
-def until(wanted: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> None:
-    """Asks, ten times a second, until it is so."""
+def until(wanted: Callable[[], object], what: str | Callable[[], str], limit_s: float = LIMIT_S) -> None:
+    """Asks, ten times a second, until it is so. what: how to call it, asked for only when time is over."""
     deadline, pace = time.monotonic() + limit_s, threading.Event()
     while not wanted():
-        assert time.monotonic() < deadline, what
+        assert time.monotonic() < deadline, what if isinstance(what, str) else what()
         pace.wait(0.1)
