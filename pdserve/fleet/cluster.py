@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
@@ -31,6 +32,9 @@ OBJECT_STORE_BYTES = 100 * 2**20
 SHUTDOWN_PATIENCE_S = 15.0
 END_PATIENCE_S = 3.0
 PROBE_TIMEOUT_S = 5.0
+CLIENT_PATIENCE_S = 10.0
+"""`ray start` says that Ray has started before its client server listens."""
+CLIENT_PAUSE_S = 0.2
 KNOCK_TIMEOUT_S = 30.0
 """A head that has just been started, or has many seats to welcome, takes its time."""
 CLIENT_TRIES = 3
@@ -189,12 +193,16 @@ def _chain(err: BaseException | None) -> Iterator[BaseException]:
 def _probe(address: str) -> None:
     """Ray itself would take minutes to find out that nobody listens."""
     host, _, port = address.removeprefix(CLIENT).rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), PROBE_TIMEOUT_S).close()
-    except ValueError:
-        raise ConfigError("ray_address: must be host:port or ray://host:port") from None
-    except OSError:
-        raise Unavailable("ray_address: nobody listens there") from None
+    until = time.monotonic() + (CLIENT_PATIENCE_S if address.startswith(CLIENT) else 0.0)
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), PROBE_TIMEOUT_S).close()
+        except ValueError:
+            raise ConfigError("ray_address: must be host:port or ray://host:port") from None
+        except OSError:
+            if time.monotonic() >= until:
+                raise Unavailable("ray_address: nobody listens there") from None
+        time.sleep(CLIENT_PAUSE_S)
 
 
 def _knock(address: str) -> None:
