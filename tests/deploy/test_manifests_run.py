@@ -19,7 +19,7 @@ from pdserve.client import Client, FleetStatus
 from tests.support.chart import render
 from tests.support.kubelet import Kubelet, Pod, kubelet
 from tests.support.manifests import Manifest
-from tests.support.raycluster import listens, until
+from tests.support.raycluster import family, listens, until
 
 SETTINGS = (
     "router.replicas=2", "prefill.replicas=2", "decode.replicas=2", "prefill.cpus=1", "decode.cpus=1",
@@ -65,9 +65,8 @@ class Deployed:
 
     def spare_nodes(self, role: str) -> list[Pod]:
         """The nodes that no worker is on."""
-        peers = [worker.record.peer for worker in self.status(self.addresses()[0]).workers]
-        taken = {peer.control.rpartition(":")[0] for peer in peers}
-        return [node for node in self.nodes[role] if node.address not in taken]
+        busy = {worker.record.pid for worker in self.status(self.addresses()[0]).workers}
+        return [n for n in self.nodes[role] if busy.isdisjoint(p.pid for p in family(n.process.pid))]
 
     def remove_seat(self, role: str) -> None:
         """One replica fewer; returns when it has drained and ended."""

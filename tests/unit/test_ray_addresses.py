@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,11 +13,11 @@ from pdserve.fleet import cluster
 
 
 @pytest.fixture
-def bound() -> socket.socket:
+def bound() -> Iterator[socket.socket]:
     """A socket that has a port and does not listen yet."""
-    made = socket.socket()
-    made.bind(("127.0.0.1", 0))
-    return made
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        yield made
 
 
 def count_tries(monkeypatch: pytest.MonkeyPatch, then_listens: socket.socket | None = None) -> list[float]:
@@ -41,8 +42,7 @@ def test_a_client_server_that_comes_after_its_head_is_waited_for(
     bound: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries = count_tries(monkeypatch, then_listens=bound)
-    with bound:
-        cluster._probe(f"ray://127.0.0.1:{bound.getsockname()[1]}")
+    cluster._probe(f"ray://127.0.0.1:{bound.getsockname()[1]}")
     assert len(tries) == 2
 
 
@@ -51,7 +51,7 @@ def test_one_that_never_comes_is_told_when_patience_ends(
 ) -> None:
     monkeypatch.setattr(cluster, "CLIENT_PATIENCE_S", 0.5)
     tries = count_tries(monkeypatch)
-    with bound, pytest.raises(Unavailable, match="nobody listens"):
+    with pytest.raises(Unavailable, match="nobody listens"):
         cluster._probe(f"ray://127.0.0.1:{bound.getsockname()[1]}")
     assert tries[-1] - tries[0] >= 0.5 - cluster.CLIENT_PAUSE_S
 
@@ -59,6 +59,6 @@ def test_one_that_never_comes_is_told_when_patience_ends(
 def test_a_head_that_is_gone_is_not_waited_for(bound: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drain in a pod's last hook has no time for that."""
     tries = count_tries(monkeypatch)
-    with bound, pytest.raises(Unavailable, match="nobody listens"):
+    with pytest.raises(Unavailable, match="nobody listens"):
         cluster._probe(f"127.0.0.1:{bound.getsockname()[1]}")
     assert len(tries) == 1
